@@ -1,0 +1,139 @@
+"""The gated delta rule as one op: checks, the choice of the form, and the registration with torch.
+
+`torch.compile(fullgraph=True)` sees a single opaque op forward and one backward. Left out on purpose: second
+derivatives, and gradients of `cu_seqlens` and `scale`.
+"""
+
+import torch
+from torch import Tensor
+
+from components.kernels.gated_delta_rule import chunk
+from components.kernels.gated_delta_rule.chunk import Inputs
+from components.kernels.gated_delta_rule.reference import state_dtype
+
+
+def gated_delta_rule(
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    a_BTH: Tensor,
+    b_BTH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state_BHKV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """o_BTHV in the dtype of v, and final_state_BHKV (float32; float64 for float64 inputs) or None.
+
+    q and k come raw (the L2 norm is inside), a is the raw gate: alpha = exp(-exp(A_log) softplus(a + dt_bias)), b the
+    logit of beta. H is a multiple of G; value head h reads query/key head h // (H / G). `scale` is K**-0.5 by default.
+    cu_seqlens: int32 starts of the documents over the flattened B*T tokens, every row's start among them, then B*T
+    repeated; the state starts anew at each. States are one a row, or with `cu_seqlens` one a document (the first axis is
+    then its length - 1, not B). Raises ValueError for shapes that do not fit.
+
+    Source: arXiv 2412.06464, equation 10, in the chunked form of README.md.
+    """
+    _check(q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens)
+    scale = q_BTGK.shape[-1] ** -0.5 if scale is None else scale
+    o_BTHV, state = torch.ops.hymo.gated_delta_rule(
+        q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale
+    )
+    return o_BTHV, state if return_state else None
+
+
+def _check(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens) -> None:
+    if q.ndim != 4 or q.shape != k.shape:
+        raise ValueError(f"gated_delta_rule needs q and k of one shape (B, T, G, K), not {_shape(q)} and {_shape(k)}")
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"gated_delta_rule needs v of shape (B, T, H, V) with q's B and T and H a multiple of q's {q.shape[2]} "
+            f"heads, not {_shape(v)} beside q {_shape(q)}"
+        )
+    B, T, H, V = v.shape
+    for name, x, shape in (
+        ("a", a, (B, T, H)),
+        ("b", b, (B, T, H)),
+        ("A_log", A_log, (H,)),
+        ("dt_bias", dt_bias, (H,)),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"gated_delta_rule needs {name} of shape {shape} for v {_shape(v)}, not {_shape(x)}")
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.dtype != torch.int32):
+        raise ValueError(f"cu_seqlens must be a vector of int32, not {cu_seqlens.dtype} of shape {_shape(cu_seqlens)}")
+    states = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, H, q.shape[-1], V)
+    if initial_state is not None and initial_state.shape != states:
+        raise ValueError(f"the initial state must have shape {states}, one a document, not {_shape(initial_state)}")
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+@torch.library.custom_op("hymo::gated_delta_rule", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return chunk.forward(Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale))
+
+
+@_forward.register_fake
+def _(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale):
+    documents = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = v.new_empty(documents, v.shape[2], q.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state
+
+
+@torch.library.custom_op("hymo::gated_delta_rule_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of q, k, v, a, b, A_log, dt_bias, and of the initial state if there is one."""
+    inputs = Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale)
+    return [g for g in chunk.backward(inputs, do, dstate) if g is not None]
+
+
+@_backward.register_fake
+def _(do, dstate, q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale):
+    like = [q, k, v, a, b, A_log, dt_bias] + ([] if initial_state is None else [initial_state])
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.scale = scale
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, dstate):
+    tensors = ctx.saved_tensors
+    do = torch.zeros_like(tensors[2]) if do is None else do
+    grads = torch.ops.hymo.gated_delta_rule_backward(do, dstate, *tensors, ctx.scale)
+    initial = grads[7] if len(grads) > 7 else None
+    return (*grads[:7], initial, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)

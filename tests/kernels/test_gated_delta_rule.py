@@ -1,0 +1,95 @@
+"""The gated delta rule in chunks against the token-by-token form, outputs and gradients, in float64."""
+
+import pytest
+import torch
+
+from components.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from components.kernels.gated_delta_rule.reference import gated_delta_rule_reference
+
+NAMES = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "initial_state")
+
+
+def inputs(B=2, T=70, G=2, H=4, K=16, V=24, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x = [draw(B, T, G, K), draw(B, T, G, K), draw(B, T, H, V), draw(B, T, H), draw(B, T, H)]
+    x = [y.to(dtype) for y in x] + [draw(H) * 0.5, draw(H) * 0.5 - 1, draw(B, H, K, V)]
+    return [y.requires_grad_() for y in x]
+
+
+def run(rule, x, do, dstate, **options):
+    o, state = rule(*x[:7], initial_state_BHKV=x[7], **options)
+    loss = (o * do).sum() + (0 if dstate is None else (state * dstate).sum())
+    return [o.detach(), state.detach(), *torch.autograd.grad(loss, x)]
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 63, 64, 65, 130])
+def test_the_chunked_form_equals_the_sequential_one_to_rounding(T):
+    x = inputs(T=T)
+    do, dstate = torch.randn(2, T, 4, 24, dtype=torch.float64), torch.randn(2, 4, 16, 24, dtype=torch.float64)
+    slow = run(gated_delta_rule_reference, x, do, dstate)
+    fast = run(gated_delta_rule, x, do, dstate, return_state=True)
+    for name, expected, found in zip(("o", "state", *NAMES), slow, fast, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_packed_documents_equal_separate_calls():
+    lengths = [1, 0, 17, 62, 40, 40]  # rows of 80: the boundary at 80 is one of them
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0), 160, 160], dtype=torch.int32)
+    x = inputs(B=2, T=80)
+    states = torch.randn(len(starts) - 1, 4, 16, 24, dtype=torch.float64, requires_grad=True)
+    packed, final = gated_delta_rule(*x[:7], initial_state_BHKV=states, cu_seqlens=starts, return_state=True)
+    do, dstate = torch.randn_like(packed), torch.randn_like(final)
+    found = torch.autograd.grad((packed * do).sum() + (final * dstate).sum(), [*x[:7], states])
+    flat = [y.flatten(0, 1)[None] for y in x[:5]]
+    o, ends = [], []
+    for i, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        if start == stop:
+            ends.append(states[i : i + 1])
+            continue
+        part = [y[:, start:stop] for y in flat]
+        one, end = gated_delta_rule_reference(*part, *x[5:7], initial_state_BHKV=states[i : i + 1])
+        o.append(one), ends.append(end)
+    o, ends = torch.cat(o, 1).view_as(packed), torch.cat(ends)
+    expected = torch.autograd.grad((o * do).sum() + (ends * dstate).sum(), [*x[:7], states])
+    for one, other in zip([packed, final, *found], [o, ends, *expected], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_steps_one_by_one_equal_the_whole_sequence():
+    x = [y.detach() for y in inputs(T=9)]
+    o, final = gated_delta_rule(*x[:7], initial_state_BHKV=x[7], return_state=True)
+    state = x[7]
+    for t in range(9):
+        step, state = gated_delta_rule_step(*(y[:, t] for y in x[:5]), *x[5:7], state)
+        torch.testing.assert_close(step, o[:, t])
+    torch.testing.assert_close(state, final)
+
+
+def test_the_op_passes_pytorchs_own_checks_and_compiles_whole():
+    x = inputs(B=1, T=5, G=1, H=2, K=4, V=4, dtype=torch.float32)
+    x = [y.detach().float().requires_grad_() for y in x]
+    torch.library.opcheck(torch.ops.hymo.gated_delta_rule, (*x, None, 0.5))
+    compiled = torch.compile(lambda *x: gated_delta_rule(*x)[0].square().sum(), fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(gated_delta_rule(*x[:7])[0].square().sum(), x[:7])
+    found = torch.autograd.grad(compiled(*x[:7]), x[:7])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x: x[:1] + [x[1][..., :3]] + x[2:], "q and k of one shape"),
+        (lambda x: x[:2] + [x[2][:, :, :3]] + x[3:], "H a multiple of q's 2 heads"),
+        (lambda x: x[:3] + [x[3][..., :1]] + x[4:], "needs a of shape"),
+        (lambda x: x[:7] + [x[7][:1]], "initial state must have shape"),
+    ],
+)
+def test_a_wrong_shape_is_refused_in_one_sentence(change, sentence):
+    x = change(inputs(T=3))
+    with pytest.raises(ValueError, match=sentence):
+        gated_delta_rule(*x[:7], initial_state_BHKV=x[7])

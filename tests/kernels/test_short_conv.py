@@ -1,0 +1,48 @@
+"""The short convolution against its loop over taps, outputs and gradients, in float64."""
+
+import pytest
+import torch
+
+from components.kernels.short_conv import short_conv, short_conv_state, short_conv_step
+from components.kernels.short_conv.reference import short_conv_reference
+
+STARTS = torch.tensor([0, 1, 1, 4, 6, 7, 12, 12], dtype=torch.int32)  # two rows of 6
+POSITION = torch.tensor([[0, 0, 1, 2, 0, 1], [0, 0, 1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("packed", [False, True])
+def test_output_and_gradients_equal_the_loop_over_taps(width, activation, packed):
+    x = torch.randn(2, 6, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, width, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn_like(x)
+    found = short_conv(x, w, cu_seqlens=STARTS if packed else None, activation=activation)
+    expected = short_conv_reference(x, w, position_BT=POSITION if packed else None, activation=activation)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad((y * dy).sum(), (x, w)) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("T", [1, 2, 9])
+def test_prefill_then_steps_equal_the_whole_sequence(T):
+    x, w = torch.randn(2, T + 5, 3), torch.randn(3, 4)
+    whole = short_conv(x, w)
+    state = short_conv_state(x[:, :T], 4)
+    torch.testing.assert_close(short_conv(x[:, T:], w, state_BWC=state), whole[:, T:])
+    for t in range(T, T + 5):
+        y, state = short_conv_step(x[:, t], w, state)
+        torch.testing.assert_close(y, whole[:, t])
+    torch.testing.assert_close(state, short_conv_state(x, 4))
+
+
+def test_the_op_passes_pytorchs_own_checks():
+    x, w = torch.randn(1, 6, 4, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    torch.library.opcheck(torch.ops.hymo.short_conv, (x, w, STARTS[:5], True))
+
+
+def test_a_wrong_shape_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match="W from 2 to 4"):
+        short_conv(torch.randn(1, 3, 4), torch.randn(4, 5))
+    with pytest.raises(ValueError, match="not both"):
+        short_conv(torch.randn(1, 3, 4), torch.randn(4, 2), cu_seqlens=STARTS, state_BWC=torch.randn(1, 1, 4))
