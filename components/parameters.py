@@ -52,6 +52,11 @@ class Logical:
         """The stored axes that the logical tensor does not have."""
         return tuple(a for a, i in enumerate(self.index) if isinstance(i, int))
 
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The logical tensor's shape inside a stored tensor of shape `stored`."""
+        kept = [r for axis, r in enumerate(self.ranges(stored)) if axis not in self.dropped()]
+        return tuple(stop - start for start, stop in kept)
+
 
 @dataclass(frozen=True)
 class Role:
@@ -133,25 +138,33 @@ def logical_path(path: str) -> str:
     return ".".join(p for p in path.split(".") if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
-def local_view(stored: Tensor, logical: Logical, name: str) -> LogicalView | None:
-    """This rank's part of `logical` inside `stored` (plain tensor or DTensor); None if it holds nothing of it."""
-    local = stored.to_local() if isinstance(stored, DTensor) else stored
-    start = [0] * stored.ndim
+def local_region(stored: Tensor, logical: Logical) -> tuple[tuple[int | slice, ...], tuple[int, ...]] | None:
+    """Where this rank's part of `logical` lies: the index into the local storage of `stored` (plain tensor or
+    DTensor), and the offset of that part in the logical tensor. None if the rank holds nothing of it."""
+    size, start = stored.shape, (0,) * stored.ndim
     if isinstance(stored, DTensor):
-        _, start = compute_local_shape_and_global_offset(stored.shape, stored.device_mesh, stored.placements)
-    ranges, dropped = logical.ranges(tuple(stored.shape)), logical.dropped()
-    shape = tuple(stop - begin for axis, (begin, stop) in enumerate(ranges) if axis not in dropped)
-    offset = []
-    for axis, (begin, stop) in enumerate(ranges):
-        low, high = max(begin, start[axis]), min(stop, start[axis] + local.shape[axis])
+        size, start = compute_local_shape_and_global_offset(stored.shape, stored.device_mesh, stored.placements)
+    index, offset = [], []
+    for axis, (begin, stop) in enumerate(logical.ranges(tuple(stored.shape))):
+        low, high = max(begin, start[axis]), min(stop, start[axis] + size[axis])
         if low >= high:
             return None
-        local = local.narrow(axis, low - start[axis], high - low)
-        if axis not in dropped:
+        if axis in logical.dropped():
+            index.append(low - start[axis])
+        else:
+            index.append(slice(low - start[axis], high - start[axis]))
             offset.append(low - begin)
-    for axis in reversed(dropped):
-        local = local.squeeze(axis)
-    return LogicalView(name, shape, tuple(offset), local)
+    return tuple(index), tuple(offset)
+
+
+def local_view(stored: Tensor, logical: Logical, name: str) -> LogicalView | None:
+    """This rank's part of `logical` inside `stored` (plain tensor or DTensor); None if it holds nothing of it."""
+    region = local_region(stored, logical)
+    if region is None:
+        return None
+    index, offset = region
+    local = stored.to_local() if isinstance(stored, DTensor) else stored
+    return LogicalView(name, logical.shape(tuple(stored.shape)), offset, local[index])
 
 
 @torch.no_grad()
