@@ -1,0 +1,158 @@
+"""Mixture of SwiGLU experts with shared experts and balance without an auxiliary loss.
+
+Routing as DeepSeek-V3 (arXiv 2412.19437, eq. 12-16): sigmoid scores, a bias that acts on the selection only, weights
+from the scores of the selected; balance by moving the bias (Wang et al., arXiv 2408.15664) from an average of the
+load. Shapes: B batch, T sequence, N = B*T tokens, D width, E experts, K choices a token, F hidden.
+
+The forward has no side effects: counts leave as `Aux`, and `update_balance` is called once an optimizer step by the
+training loop, with counts summed over micro-batches and ranks. So checkpointing, validation and generation cannot
+count a token that was not trained. The loader makes no padding, so every token of a batch counts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from components.ffns.swiglu import SwiGLU
+from components.interfaces import Aux, Context
+from components.kernels.grouped_gemm.op import mixture_of_swiglu
+from components.layers.initial import LINEAR_STD, residual_std
+from components.parameters import Logical, Role, normal, whole
+from registry import register
+
+ROUTER_STD = 0.006
+ROW_MULTIPLE = 8  # F.grouped_mm wants row strides in multiples of 16 bytes; 8 bf16 numbers are that
+
+
+class Router(nn.Module):
+    """Sigmoid scores of every expert, in fp32: near-ties between experts must not be decided by rounding."""
+
+    fp32_unit = True  # sharded and computed in fp32 whatever the rest of the block uses
+
+    def __init__(self, dim: int, experts: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, dim))
+
+    def roles(self) -> dict[str, Role]:
+        return {"weight": whole("router", "weight", normal(ROUTER_STD))}
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return F.linear(x_ND.to(self.weight.dtype), self.weight).sigmoid()
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, folded: w13_EDF holds gate and up side by side, w2_EFD the way back."""
+
+    def __init__(self, dim: int, experts: int, hidden: int, out_std: float):
+        super().__init__()
+        self.experts, self.hidden, self.out_std = experts, hidden, out_std
+        self.w13_EDF = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
+        self.w2_EFD = nn.Parameter(torch.empty(experts, hidden, dim))
+
+    def roles(self) -> dict[str, Role]:
+        w13, w2, f = [], [], self.hidden
+        for e in range(self.experts):
+            w13.append(Logical(f"{e}.w1", normal(LINEAR_STD), (e, (0, self.w13_EDF.shape[1]), (0, f))))
+            w13.append(Logical(f"{e}.w3", normal(LINEAR_STD), (e, (0, self.w13_EDF.shape[1]), (f, 2 * f))))
+            w2.append(Logical(f"{e}.w2", normal(self.out_std), (e,)))
+        return {
+            "w13_EDF": Role("expert", tuple(w13), transposed=True),
+            "w2_EFD": Role("expert", tuple(w2), transposed=True),
+        }
+
+    def forward(self, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor, counts_E: Tensor) -> Tensor:
+        return mixture_of_swiglu(x_ND, self.w13_EDF, self.w2_EFD, expert_NK, weight_NK, counts_E)
+
+
+@register("ffn", "deepseek_moe", example={"experts": 4, "shared": 1, "top_k": 2, "hidden": 16})
+class DeepSeekMoE(nn.Module):
+    """Top-k routed and shared SwiGLU experts; load balanced by a selection bias instead of an auxiliary loss."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        experts: int  # routed experts E
+        shared: int = 1  # experts that every token passes through
+        top_k: int = 2  # routed experts a token passes through
+        hidden: int  # width F of each expert
+        route_scale: float = 1.0  # factor on the normalised weights
+        capacity_factor: float = 0.0  # over the mean load a training micro-batch may send one expert; 0 is dropless
+        bias_speed: float = 0.001  # step of the selection bias
+        ema: float = 0.02  # share of the newest counts in the average load; 1 uses each step's alone
+        tolerance: float = 0.05  # distance from the mean load that moves no bias
+
+        def __post_init__(self):
+            if not 1 <= self.top_k <= self.experts:
+                raise ValueError(f"top_k = {self.top_k} must be between 1 and experts = {self.experts}")
+            if self.hidden < 1 or self.hidden % ROW_MULTIPLE:
+                raise ValueError(f"hidden = {self.hidden} must be a multiple of {ROW_MULTIPLE} for grouped products")
+            if self.shared < 0 or self.capacity_factor < 0:
+                raise ValueError("shared and capacity_factor must not be negative")
+            if not 0 < self.ema <= 1:
+                raise ValueError(f"ema = {self.ema} must be above 0 and at most 1")
+
+        def _expert(self, dim: int) -> int:
+            return 3 * dim * self.hidden
+
+        def parameters(self, dim: int) -> int:
+            return (self.experts + self.shared) * self._expert(dim) + self.experts * dim
+
+        def active_parameters(self, dim: int) -> int:
+            return (self.top_k + self.shared) * self._expert(dim) + self.experts * dim
+
+        def flops(self, dim: int, seq_len: int) -> dict[str, float]:
+            return {"matmul": 2.0 * self.active_parameters(dim)}
+
+        def check(self, dim: int) -> str | None:
+            """Why these experts cannot work at width `dim`, or None."""
+            if dim % ROW_MULTIPLE:
+                return f"dim = {dim} must be a multiple of {ROW_MULTIPLE} for grouped products"
+            return None
+
+    def __init__(self, config: Config, *, dim: int, branches: int):
+        super().__init__()
+        self.config = config
+        self.router = Router(dim, config.experts)
+        self.experts = Experts(dim, config.experts, config.hidden, residual_std(branches))
+        shared = SwiGLU.Config(hidden=config.shared * config.hidden) if config.shared else None
+        self.shared = SwiGLU(shared, dim=dim, branches=branches, role="expert") if shared else None
+        self.register_buffer("bias_E", torch.zeros(config.experts))
+        self.register_buffer("load_E", torch.zeros(config.experts))  # the average load
+
+    def forward(self, x_BTD: Tensor, ctx: Context) -> tuple[Tensor, Aux]:
+        x_ND = x_BTD.flatten(0, 1)
+        scores_NE = self.router(x_ND)
+        expert_NK = (scores_NE.detach() + self.bias_E).topk(self.config.top_k, -1).indices
+        counts_E = torch.zeros_like(self.bias_E, dtype=torch.int64)
+        counts_E = counts_E.scatter_add(0, expert_NK.flatten(), torch.ones_like(expert_NK.flatten()))
+        weight_NK = scores_NE.gather(-1, expert_NK)
+        weight_NK = self.config.route_scale * weight_NK / weight_NK.sum(-1, keepdim=True)
+        if self.config.capacity_factor and self.training:
+            weight_NK = weight_NK * self._within_capacity(expert_NK)
+        y_BTD = self.experts(x_ND, expert_NK, weight_NK, counts_E).view_as(x_BTD)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD, ctx)[0]
+        return y_BTD, {"counts": counts_E}
+
+    def _within_capacity(self, expert_NK: Tensor) -> Tensor:
+        """1 where a choice is among the first `capacity` of its expert in batch order, else 0."""
+        capacity = int(self.config.capacity_factor * expert_NK.numel() / self.config.experts)
+        chosen = F.one_hot(expert_NK.flatten(), self.config.experts)
+        place = chosen.cumsum(0).gather(1, expert_NK.flatten()[:, None])
+        return (place <= capacity).view_as(expert_NK)
+
+    @torch.no_grad()
+    def update_balance(self, counts_E: Tensor) -> None:
+        """Move the bias one step against the average load. `counts_E` are one optimizer step's choices, over all
+        micro-batches and ranks. In place, so that checkpoints and captured graphs see the change."""
+        c = self.config
+        self.load_E.lerp_(counts_E.to(self.load_E.dtype), c.ema)
+        mean = self.load_E.mean()
+        over, under = self.load_E > (1 + c.tolerance) * mean, self.load_E < (1 - c.tolerance) * mean
+        self.bias_E.add_(under.to(self.bias_E.dtype) - over.to(self.bias_E.dtype), alpha=c.bias_speed)
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        self.bias_E.zero_()
+        self.load_E.zero_()
