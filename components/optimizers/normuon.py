@@ -1,0 +1,61 @@
+"""NorMuon: Muon whose update has rows of even size (arXiv 2510.05491).
+
+Departures from the paper, both by specification: the update keeps the Frobenius norm that Newton-Schulz gave it,
+where the paper sets its RMS to 0.2 (`scale = "rms"` comes to the same for an orthogonal matrix), and weight decay
+may be cautious. The second moment starts at zero and is not bias-corrected, as in the paper: all rows of a matrix have
+the same age, so the correction is one factor and the rescaling takes it out again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from components.optimizers.base import StateView
+from components.optimizers.orthogonal import OrthogonalConfig, OrthogonalOptimizer
+from components.parameters import LogicalView, OwnedParameter
+from registry import register
+
+EPS = 1e-10  # far below the root mean square of any row that is alive, about 1/sqrt(max(m, n))
+
+
+@register("optimizer", "normuon", example={"lr": 0.02})
+class NorMuon(OrthogonalOptimizer):
+    """NorMuon: orthogonalised momentum, each output neuron's row divided by its running RMS.
+
+    The row statistic of a matrix is kept by its owner only.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(OrthogonalConfig):
+        beta2: float = 0.95  # decay of the moving mean square of each row
+        weight_decay: float = 0.1  # decoupled: lr * weight_decay of the weight a step
+        cautious: bool = True  # decay only where update and weight agree in sign
+
+        def __post_init__(self):
+            super().__post_init__()
+            if not 0 <= self.beta2 < 1:
+                raise ValueError(f"beta2 must lie in [0, 1), not {self.beta2}")
+
+    def __init__(self, config: Config, *, parameters: Sequence[OwnedParameter]):
+        super().__init__(config, parameters=parameters)
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        self.row_second_moment = [
+            torch.zeros(len(b.mine), b.oriented[0], dtype=dtype, device=self._device) for b in self.buckets
+        ]
+
+    def normalise(self, position: int, x_Nmn: Tensor) -> Tensor:
+        """Rows over the root of their second moment, at the Frobenius norm the matrix came with."""
+        second_moment_Nm = self.row_second_moment[position]
+        second_moment_Nm.lerp_(x_Nmn.square().mean(dim=-1), 1 - self.config.beta2)
+        even_Nmn = x_Nmn / (second_moment_Nm.sqrt() + EPS)[..., None]
+        kept, now = (torch.linalg.matrix_norm(x, keepdim=True) for x in (x_Nmn, even_Nmn))
+        return even_Nmn * (kept / now.clamp_min(torch.finfo(now.dtype).tiny))
+
+    def state_views(self) -> Iterator[StateView]:
+        yield from super().state_views()
+        for bucket, second_moment_Nm in zip(self.buckets, self.row_second_moment, strict=True):
+            for number, row_m in zip(bucket.mine, second_moment_Nm, strict=True):
+                name = bucket.matrices[number].name
+                yield "row_second_moment", LogicalView(name, tuple(row_m.shape), (0,), row_m)

@@ -1,0 +1,234 @@
+"""Optimizers that orthogonalise whole matrices: the machinery that Muon and NorMuon share.
+
+N matrices of one shape, m output neurons, n inputs. A step, for every logical matrix of the role:
+
+    momentum on the local shard -> whole matrix to its owner -> Newton-Schulz -> (NorMuon: rows) -> scale -> back to
+    the shards -> weight decay and update
+
+Matrices of one shape and layout form a bucket: one exchange, one batched Newton-Schulz. While a bucket is computed,
+the next one's momentum and the last one's update are under way. On one rank the exchange is a copy, so that any number
+of ranks computes the same.
+
+Storage is not meaning: folded projections and folded experts are orthogonalised logical matrix by logical matrix, and
+a (in, out) layout is turned around before rows are looked at.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from components.kernels.newton_schulz.op import newton_schulz
+from components.optimizers import base
+from components.optimizers.base import RoleOptimizer, StateView, copies
+from components.optimizers.distribution import PLANS, LoadReport, Owners, load_report
+from components.optimizers.exchange import Exchange, Holdings, InFlight, Region, copy_all, homeward, outward, split
+from components.parameters import Logical, OwnedParameter, local_region
+
+BUCKET_ELEMENTS = 2**26  # of a rank's share; bounds the memory of a step, far above what fills a GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrthogonalConfig:
+    lr: float  # peak learning rate, in the convention of `scale`
+    momentum: float = 0.95  # decay of the moving average of gradients
+    weight_decay: float = 0.0  # decoupled: lr * weight_decay of the weight a step
+    cautious: bool = False  # decay only where update and weight agree in sign
+    nesterov: bool = False  # orthogonalise the momentum looked one step ahead
+    scale: Literal["spectral", "rms"] = "spectral"  # sqrt(max(1, out/in)), or 0.2 sqrt(max(out, in)) for AdamW's rates
+    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"  # of Newton-Schulz and of what travels
+    distribution: Literal["round_robin", "unsorted", "balanced", "naive"] = "round_robin"  # who orthogonalises what
+
+    def __post_init__(self):
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), not {self.momentum}")
+        if self.lr < 0 or self.weight_decay < 0:
+            raise ValueError("lr and weight_decay must be 0 or more")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A logical matrix: the position of its parameter in the role, and where this rank's part lies in local storage."""
+
+    parameter: int
+    owned: OwnedParameter
+    logical: Logical
+    index: tuple[int | slice, ...] | None
+    region: Region | None
+
+    @property
+    def name(self) -> str:
+        return self.owned.logical_name(self.logical)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As stored: (in, out) where the role is transposed."""
+        return self.logical.shape(tuple(self.owned.parameter.shape))
+
+    @property
+    def kind(self) -> tuple:
+        """What matrices of one bucket share."""
+        return self.shape, self.owned.role.transposed, copies(self.owned.parameter)
+
+
+class Bucket:
+    """Matrices of one shape and layout. `matrices` are numbered in the bucket; `mine` lists those this rank owns."""
+
+    def __init__(self, matrices: Sequence[Matrix], holdings: Sequence[Holdings], owners: Owners, rank: int):
+        self.matrices = tuple(matrices)
+        self.mine = [i for i, ranks in enumerate(owners) if rank in ranks]
+        self.shape, self.transposed, self.copies = matrices[0].kind
+        routes = list(enumerate(zip(holdings, owners, strict=True)))
+        self.outward = Exchange([t for i, (h, o) in routes for t in outward(i, h, o)], rank, len(holdings[0]))
+        self.homeward = Exchange([t for i, (h, o) in routes for t in homeward(i, h, o)], rank, len(holdings[0]))
+
+    @property
+    def oriented(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def local(self, storages: Sequence[Tensor]) -> dict[int, Tensor]:
+        """This rank's part of each matrix, by number, as views into the parameters' local `storages`."""
+        held = ((i, m) for i, m in enumerate(self.matrices) if m.index is not None)
+        return {i: storages[m.parameter][m.index] for i, m in held}
+
+    def assemble(self, buffer: Tensor) -> Tensor:
+        """The matrices of `mine`, (N, out, in), from the buffer that brought their parts."""
+        stack = buffer.new_empty((len(self.mine), *self.shape))
+        whole = dict(zip(self.mine, stack, strict=True))
+        arrived = self.outward.received
+        copy_all([t.region.of(whole[t.matrix]) for t in arrived], split(buffer, arrived))
+        return stack.mT if self.transposed else stack
+
+    def take_apart(self, x_Nmn: Tensor) -> list[Tensor]:
+        """What is to be sent home, from the matrices of `mine` as (N, out, in)."""
+        whole = dict(zip(self.mine, x_Nmn.mT if self.transposed else x_Nmn, strict=True))
+        return [t.region.of(whole[t.matrix]) for t in self.homeward.sent]
+
+
+class OrthogonalOptimizer(RoleOptimizer):
+    """Momentum, orthogonalised. A subclass says what becomes of the orthogonal matrices before they are scaled."""
+
+    roles: ClassVar[tuple[str, ...]] = ("matrix", "expert")
+
+    def __init__(self, config: OrthogonalConfig, *, parameters: Sequence[OwnedParameter]):
+        super().__init__(parameters)
+        self.config = config
+        self.momentum = self.zeros()
+        self._dtype = getattr(torch, config.ns_dtype)
+        self._device = self.momentum[0].device
+        matrices = _matrices(self.parameters)
+        self.buckets = _buckets(matrices, PLANS[config.distribution]([m.shape for m in matrices], base.ranks()))
+        self.load: LoadReport = load_report(config.distribution, [m.shape for m in matrices], base.ranks())
+
+    @abstractmethod
+    def normalise(self, position: int, x_Nmn: Tensor) -> Tensor:
+        """Orthogonal matrices of this rank in bucket number `position`, in fp32 or above, made ready to be scaled."""
+
+    @torch.no_grad()
+    def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
+        momentum, gradients, weights = [base.local(m) for m in self.momentum], self.gradients(), self.weights()
+        torch._foreach_lerp_(momentum, gradients, 1 - self.config.momentum)
+        squares = torch.zeros((), device=self._device)
+        for bucket, buffer in self._updates(momentum, gradients):
+            update = buffer.to(weights[0].dtype)
+            if measure:
+                squares += update.square().sum() * (lr**2 / bucket.copies)
+            self._apply(bucket, update, weights, lr)
+        return squares if measure else None
+
+    def state_views(self) -> Iterator[StateView]:
+        yield from self.sharded_views("momentum", self.momentum)
+
+    def _updates(self, momentum: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket with the buffer that brought its update home, two exchanges being under way at any time."""
+        arriving = self._send(self.buckets[0], momentum, gradients)
+        returning: tuple[Bucket, InFlight] | None = None
+        for position, bucket in enumerate(self.buckets):
+            arrived = arriving.wait()
+            if position + 1 < len(self.buckets):
+                arriving = self._send(self.buckets[position + 1], momentum, gradients)
+            parts = bucket.take_apart(self._orthogonalise(position, bucket.assemble(arrived)))
+            if returning is not None:
+                yield returning[0], returning[1].wait()
+            returning = bucket, bucket.homeward.start(parts, self._dtype, self._device)
+        yield returning[0], returning[1].wait()
+
+    def _send(self, bucket: Bucket, momentum: list[Tensor], gradients: list[Tensor]) -> InFlight:
+        parts = bucket.local(momentum)
+        if self.config.nesterov and parts:
+            ahead = torch._foreach_lerp(
+                list(bucket.local(gradients).values()), list(parts.values()), self.config.momentum
+            )
+            parts = dict(zip(parts, ahead, strict=True))
+        return bucket.outward.start([parts[t.matrix] for t in bucket.outward.sent], self._dtype, self._device)
+
+    def _orthogonalise(self, position: int, x_Nmn: Tensor) -> Tensor:
+        if not len(x_Nmn):
+            return x_Nmn
+        orthogonal = newton_schulz(x_Nmn, self._dtype)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        return self.normalise(position, orthogonal.to(wide)) * self._scale(self.buckets[position].oriented)
+
+    def _scale(self, oriented: tuple[int, int]) -> float:
+        fan_out, fan_in = oriented
+        if self.config.scale == "spectral":
+            return math.sqrt(max(1.0, fan_out / fan_in))
+        return 0.2 * math.sqrt(max(fan_out, fan_in))
+
+    def _apply(self, bucket: Bucket, update: Tensor, weights: list[Tensor], lr: float) -> None:
+        """w <- w - lr (u + weight_decay w), the decay where allowed. `update` is flat, and is written over."""
+        parts = bucket.local(weights)
+        targets = [parts[t.matrix] for t in bucket.homeward.received]
+        if not targets:
+            return
+        if self.config.weight_decay:
+            before = torch.empty_like(update)
+            copy_all(split(before, bucket.homeward.received), targets)
+            if self.config.cautious:
+                before.masked_fill_(before * update <= 0, 0.0)
+            update.add_(before, alpha=self.config.weight_decay)
+        torch._foreach_add_(targets, split(update, bucket.homeward.received), alpha=-lr)
+
+
+def _matrices(parameters: Sequence[OwnedParameter]) -> list[Matrix]:
+    """Every logical matrix, in order of definition; ValueError for a logical tensor that is not one."""
+    found = []
+    for position, owned in enumerate(parameters):
+        for logical in owned.role.logical:
+            shape = logical.shape(tuple(owned.parameter.shape))
+            if len(shape) != 2:
+                raise ValueError(
+                    f"{owned.logical_name(logical)} has shape {shape} and role {owned.role.name!r}, but only matrices "
+                    "can be orthogonalised; declare its logical matrices one by one or give the role adamw"
+                )
+            index, region = None, None
+            if (place := local_region(owned.parameter, logical)) is not None:
+                index, offset = place
+                region = Region(offset, tuple(base.local(owned.parameter)[index].shape))
+            found.append(Matrix(position, owned, logical, index, region))
+    return found
+
+
+def _buckets(matrices: list[Matrix], owners: Owners) -> list[Bucket]:
+    """Matrices of a kind together, as many as the bound on a rank's share allows."""
+    ranks, rank = base.ranks(), dist.get_rank() if dist.is_initialized() else 0
+    by_rank: list[list[Region | None]] = [[m.region for m in matrices]]
+    if ranks > 1:
+        by_rank = [[] for _ in range(ranks)]
+        dist.all_gather_object(by_rank, [m.region for m in matrices])
+    kinds: dict[tuple, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        kinds.setdefault(matrix.kind, []).append(number)
+    buckets = []
+    for (shape, *_), numbers in kinds.items():
+        limit = max(1, BUCKET_ELEMENTS * ranks // math.prod(shape))
+        for chosen in (numbers[i : i + limit] for i in range(0, len(numbers), limit)):
+            holdings = [[held[i] for held in by_rank] for i in chosen]
+            buckets.append(Bucket([matrices[i] for i in chosen], holdings, [owners[i] for i in chosen], rank))
+    return buckets
