@@ -50,9 +50,11 @@ class Sink(ABC):
     @abstractmethod
     def log(self, step: int, values: Values) -> None: ...
 
+    @abstractmethod
     def text(self, step: int, tag: str, text: str) -> None:
-        """A sample of text; sinks that cannot show one ignore it."""
+        """A sample of text."""
 
+    @abstractmethod
     def close(self) -> None:
         """Write what is left."""
 
@@ -102,6 +104,9 @@ class JsonlSink(Sink):
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
+    def text(self, step: int, tag: str, text: str) -> None:
+        """The file holds numbers only."""
+
     def close(self) -> None:
         self._file.close()
 
@@ -143,6 +148,9 @@ class ConsoleSink(Sink):
 
     def text(self, step: int, tag: str, text: str) -> None:
         print(f"step: {step:>{len(str(self._steps))}}/{self._steps}  {tag}: {text!r}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Every line is out already."""
 
     def _training_line(self, step: int, values: Values) -> str:
         parts = [f"loss: {_shown(values.get('loss'), '7.4f')}", f"grad_norm: {_shown(values.get('grad_norm'), '7.4f')}"]
