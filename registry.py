@@ -60,10 +60,16 @@ class Component:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a recipe: the dotted path of the value, and a sentence with the remedy."""
+    """One thing wrong with a recipe: the dotted path of the value, a sentence with the remedy, and where it was stated
+    (a file, the command line), which only the reader of files knows."""
 
     path: Path
     message: str
+    origin: str = ""
+
+    def __str__(self) -> str:
+        place = f"[{'.'.join(self.path)}]" if self.path else ""
+        return f"{' '.join(p for p in (self.origin, place) if p)}: {self.message}"
 
 
 class RecipeError(ValueError):
@@ -71,7 +77,7 @@ class RecipeError(ValueError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
-        super().__init__("\n".join(f"[{'.'.join(p.path)}]: {p.message}" for p in self.problems))
+        super().__init__("\n".join(str(p) for p in self.problems))
 
 
 def register(kind: str, name: str, *, example: Mapping[str, Any] | None = None) -> Callable[[type], type]:
@@ -105,7 +111,7 @@ def names(kind: str) -> list[str]:
 def lookup(kind: str, name: str) -> Entry:
     """The entry of a registered name; KeyError with a suggestion if there is none."""
     if name not in _ENTRIES.get(kind, {}):
-        raise KeyError(unknown(kind, name, names(kind)))
+        raise KeyError(unknown(kind, name, names(kind), "Registered"))
     return _ENTRIES[kind][name]
 
 
@@ -118,12 +124,16 @@ def discover(imports: Iterable[str] = ()) -> None:
         importlib.import_module(name)
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
+def unknown(what: str, name: str, known: Iterable[str], word: str = "Known") -> str:
     """'no mixer named "x". Did you mean "y"? Known: y, z' -- the one wording for every wrong name."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f' Did you mean "{close[0]}"?' if close else ""
-    return f'no {what} named "{name}".{hint} Known: {", ".join(known) or "none"}'
+    return f'no {what} named "{name}".{near_miss(name, known)} {word}: {", ".join(known) or "none"}'
+
+
+def near_miss(name: str, known: Iterable[str]) -> str:
+    """' Did you mean "y"?' where one of `known` looks like `name`, and nothing where none does."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""
 
 
 # Tables to typed values ---------------------------------------------------------------------------
@@ -134,12 +144,13 @@ def parse(annotation: Any, value: Any, path: Path, problems: list[Problem]) -> A
 
     Annotations understood: bool, int, float, str, Literal, X | None, tuple[X, ...], tuple[X, Y], dict[str, X], Any,
     dataclasses, and Annotated[Component, kind] for a table whose `name` selects a registered component.
+    In a table of labels (dict) `name` is a title, not a label; an optional component of name "none" is None.
     """
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated and args[0] is Component:
         return _parse_component(args[1], value, path, problems)
     if origin in (Union, types.UnionType):
-        return None if value is None else parse(_without_none(args), value, path, problems)
+        return None if _is_none(args, value) else parse(without_none(args), value, path, problems)
     if origin is Literal:
         return _parse_choice(args, value, path, problems)
     if origin is tuple:
@@ -147,7 +158,8 @@ def parse(annotation: Any, value: Any, path: Path, problems: list[Problem]) -> A
     if origin is dict:
         if not isinstance(value, Mapping):
             return _wrong(annotation, value, path, problems)
-        return {k: parse(args[1], v, (*path, k), problems) for k, v in value.items()}
+        labels = {k: v for k, v in value.items() if k != "name" or isinstance(v, Mapping)}
+        return {k: parse(args[1], v, (*path, k), problems) for k, v in labels.items()}
     if dataclasses.is_dataclass(annotation):
         return parse_fields(annotation, value, path, problems)
     return _parse_scalar(annotation, value, path, problems)
@@ -197,7 +209,7 @@ def type_name(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in args)
     if origin in (Union, types.UnionType):
-        return f"{type_name(_without_none(args))}, optional"
+        return f"{type_name(without_none(args))}, optional"
     if origin is tuple:
         inner = args[:1] if args[-1] is Ellipsis else args
         return f"list of {', '.join(type_name(a) for a in inner)}"
@@ -212,10 +224,12 @@ def _parse_component(kind: str, table: Any, path: Path, problems: list[Problem])
     name = table.get("name")
     if not isinstance(name, str):
         choices = ", ".join(names(kind)) or "none"
-        problems.append(Problem((*path, "name"), f"this table needs a name that selects a {kind}. Known: {choices}"))
+        problems.append(
+            Problem((*path, "name"), f"this table needs a name that selects a {kind}. Registered: {choices}")
+        )
         return None
     if name not in _ENTRIES.get(kind, {}):
-        problems.append(Problem(path, unknown(kind, name, names(kind))))
+        problems.append(Problem(path, unknown(kind, name, names(kind), "Registered")))
         return None
     rest = {k: v for k, v in table.items() if k != "name"}
     config = parse_fields(lookup(kind, name).cls.Config, rest, path, problems)
@@ -258,7 +272,16 @@ def _wrong(annotation: Any, value: Any, path: Path, problems: list[Problem]) -> 
     problems.append(Problem(path, f"must be {type_name(annotation)}, not {found}"))
 
 
-def _without_none(args: tuple) -> Any:
+def _is_none(args: tuple, value: Any) -> bool:
+    """How a child takes away its parent's optional part, TOML having no null: `mtp = { name = "none" }`."""
+    if not isinstance(value, Mapping):
+        return value is None
+    kind = next((get_args(a)[1] for a in args if get_origin(a) is Annotated), None)
+    return kind is not None and value.get("name") == "none" and "none" not in names(kind)
+
+
+def without_none(args: tuple) -> Any:
+    """The X of `X | None`."""
     rest = [a for a in args if a is not type(None)]
     assert len(rest) == 1, f"a field may be X | None, not a wider union: {args}"
     return rest[0]
@@ -275,10 +298,10 @@ def _summary(cls: type) -> str:
     return (inspect.getdoc(cls) or "").split("\n")[0]
 
 
-def _field_comments(cls: type) -> dict[str, str]:
-    """The comment that stands behind each field of a Config, by field name."""
+def field_comments(cls: type) -> dict[str, str]:
+    """The comment that stands behind each field of a dataclass, by field name; bases first."""
     comments = {}
-    for line in inspect.getsource(cls).splitlines():
+    for line in "".join(inspect.getsource(c) for c in cls.__mro__[-2::-1]).splitlines():
         code, _, comment = line.partition("#")
         if ":" in code:
             comments[code.split(":")[0].strip()] = comment.strip()
@@ -289,16 +312,19 @@ def describe(kind: str, name: str) -> str:
     """Every field of a component with type, default and comment, as text."""
     entry = lookup(kind, name)
     hints = typing.get_type_hints(entry.cls.Config, include_extras=True)
-    comments = _field_comments(entry.cls.Config)
+    comments = field_comments(entry.cls.Config)
     lines = [f"{kind} {name}: {_summary(entry.cls)}", f"  {entry.place}"]
     for field in dataclasses.fields(entry.cls.Config):
-        default = "required" if _required(field) else f"default {_default(field)!r}"
-        lines.append(f"  {field.name:22} {type_name(hints[field.name]):32} {default:24} {comments.get(field.name, '')}")
+        stated = "required" if _required(field) else f"default {default(field)!r}"
+        lines.append(f"  {field.name:22} {type_name(hints[field.name]):32} {stated:24} {comments.get(field.name, '')}")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default is not dataclasses.MISSING else field.default_factory()
+def default(field: dataclasses.Field) -> Any:
+    """A field's default value, or None where it has to be stated."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return None if _required(field) else field.default_factory()
 
 
 def main(arguments: list[str]) -> int:

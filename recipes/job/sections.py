@@ -2,7 +2,7 @@
 
 Names and defaults are TorchTitan's wherever it has one. `[model]`, `[tokenizer]`, `[optimizer.*]` and `[lr_scheduler]`
 are components: their keys are the fields of the registered class that `name` selects. A section holds only what some
-part of the repository reads; what a section cannot know alone (does the vocabulary fit the tokenizer?) is in `checks.py`.
+part of the repository reads; what no section knows alone (does the vocabulary fit the tokenizer?) is in `checks.py`.
 """
 
 from dataclasses import dataclass, field

@@ -1,0 +1,82 @@
+"""What no section knows alone: does the vocabulary fit the tokenizer, do the ranks share the batch, is the data there.
+
+A check's arguments are the sections it reads; it runs if those are valid, so that its findings stand in the same list
+as all other problems. A model's own consistency (sizes that do not divide, labels that do not exist) is its Config's.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from registry import Problem, unknown
+
+Check = Callable[..., Iterator[Problem]]
+
+
+def run_checks(sections: Mapping[str, Any], needs_data: bool) -> list[Problem]:
+    """The findings of every check whose sections are there (a section that could not be parsed is None)."""
+    found: list[Problem] = []
+    for function in CHECKS + DATA_CHECKS * needs_data:
+        values = [sections[name] for name in inspect.signature(function).parameters]
+        if all(value is not None for value in values):
+            found.extend(function(*values))
+    return found
+
+
+def _vocabulary(model: Any, tokenizer: Any) -> Iterator[Problem]:
+    has, needs = model.config.vocab_size, tokenizer.config.vocab_size
+    if has != needs:
+        message = f"{has}, but tokenizer {tokenizer.name} has {needs} words; state the same number"
+        yield Problem(("model", "vocab_size"), message)
+
+
+def _batch(training: Any, parallelism: Any) -> Iterator[Problem]:
+    ranks, path = int(os.environ.get("WORLD_SIZE", "1")), ("training", "global_batch_size")
+    total, local = training.global_batch_size, training.local_batch_size
+    if total % local:
+        below = total // local * local
+        near = f"{below} or {below + local}" if below else str(local)
+        yield Problem(path, f"{total} is not a multiple of local_batch_size {local}; the nearest is {near}")
+    elif total // local % ranks:
+        message = (
+            f"{total} sequences are {total // local} micro-batches of {local}, which {ranks} ranks cannot share evenly"
+        )
+        yield Problem(path, f"{message}; make it a multiple of {local * ranks}, or change local_batch_size")
+    yield from _degrees(parallelism, ranks)
+
+
+def _degrees(parallelism: Any, ranks: int) -> Iterator[Problem]:
+    shard, replicate = parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree
+    if ranks % replicate:
+        path = ("parallelism", "data_parallel_replicate_degree")
+        yield Problem(path, f"{replicate} does not divide the {ranks} ranks of this run")
+    elif shard != -1 and shard * replicate != ranks:
+        message = f"{shard} shards x {replicate} copies are {shard * replicate} ranks, but this run has {ranks}; "
+        yield Problem(("parallelism", "data_parallel_shard_degree"), message + "-1 takes what there is")
+
+
+def _validation_sources(validation: Any, data: Any) -> Iterator[Problem]:
+    for i, label in enumerate(validation.sources):
+        if label not in data.sources:
+            yield Problem(("validation", "sources", str(i)), unknown("source", label, data.sources))
+
+
+def _compiled(compile: Any, model: Any) -> Iterator[Problem]:
+    parts = {label for name in ("mixers", "ffns") for label in getattr(model.config, name, {})}
+    for i, label in enumerate(compile.components):
+        if label not in {"model", "loss"} | parts:
+            yield Problem(
+                ("compile", "components", str(i)), unknown("part to compile", label, {"model", "loss"} | parts)
+            )
+
+
+def _tokenizer_file(tokenizer: Any) -> Iterator[Problem]:
+    try:
+        tokenizer.build()
+    except ValueError as error:
+        yield Problem(("tokenizer",), str(error))
+
+
+CHECKS: tuple[Check, ...] = (_vocabulary, _batch, _validation_sources, _compiled)  # of the recipe alone
+DATA_CHECKS: tuple[Check, ...] = (_tokenizer_file,)  # of the files that it names
