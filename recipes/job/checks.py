@@ -5,20 +5,21 @@ as all other problems. A model's own consistency (sizes that do not divide, labe
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from components.data.config import check_data
 from registry import Problem, unknown
 
 Check = Callable[..., Iterator[Problem]]
 
 
-def run_checks(sections: Mapping[str, Any], needs_data: bool) -> list[Problem]:
+def run_checks(sections: Mapping[str, Any], *, needs_data: bool, ranks: int) -> list[Problem]:
     """The findings of every check whose sections are there (a section that could not be parsed is None)."""
+    facts = {**sections, "ranks": ranks}
     found: list[Problem] = []
     for function in CHECKS + DATA_CHECKS * needs_data:
-        values = [sections[name] for name in inspect.signature(function).parameters]
+        values = [facts[name] for name in inspect.signature(function).parameters]
         if all(value is not None for value in values):
             found.extend(function(*values))
     return found
@@ -27,12 +28,12 @@ def run_checks(sections: Mapping[str, Any], needs_data: bool) -> list[Problem]:
 def _vocabulary(model: Any, tokenizer: Any) -> Iterator[Problem]:
     has, needs = model.config.vocab_size, tokenizer.config.vocab_size
     if has != needs:
-        message = f"{has}, but tokenizer {tokenizer.name} has {needs} words; state the same number"
+        message = f"{has}, but tokenizer {tokenizer.name} has {needs} ids; state the same number in both"
         yield Problem(("model", "vocab_size"), message)
 
 
-def _batch(training: Any, parallelism: Any) -> Iterator[Problem]:
-    ranks, path = int(os.environ.get("WORLD_SIZE", "1")), ("training", "global_batch_size")
+def _batch(training: Any, parallelism: Any, ranks: int) -> Iterator[Problem]:
+    path = ("training", "global_batch_size")
     total, local = training.global_batch_size, training.local_batch_size
     if total % local:
         below = total // local * local
@@ -71,12 +72,21 @@ def _compiled(compile: Any, model: Any) -> Iterator[Problem]:
             )
 
 
-def _tokenizer_file(tokenizer: Any) -> Iterator[Problem]:
+def _text(tokenizer: Any, data: Any, validation: Any, training: Any) -> Iterator[Problem]:
     try:
-        tokenizer.build()
+        built = tokenizer.build()
     except ValueError as error:
         yield Problem(("tokenizer",), str(error))
+        return
+    labels = [label for label in validation.sources or data.sources if label in data.sources]
+    yield from check_data(
+        data,
+        built,
+        seq_len=training.seq_len,
+        validation_sources=labels if validation.enable else (),
+        validation_sequences=validation.batches * training.local_batch_size,
+    )
 
 
 CHECKS: tuple[Check, ...] = (_vocabulary, _batch, _validation_sources, _compiled)  # of the recipe alone
-DATA_CHECKS: tuple[Check, ...] = (_tokenizer_file,)  # of the files that it names
+DATA_CHECKS: tuple[Check, ...] = (_text,)  # of the files that it names

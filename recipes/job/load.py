@@ -18,11 +18,12 @@ from registry import Problem, RecipeError
 FLAGS_ONLY = ("config_file", "overlay")
 
 
-def load(arguments: Sequence[str], *, needs_data: bool = True) -> Job:
+def load(arguments: Sequence[str], *, needs_data: bool = True, ranks: int | None = None) -> Job:
     """The job that these arguments (without the program's name) ask for.
 
-    `needs_data` looks at the tokenizer and the prepared shards on disk too. Raises RecipeError with every problem, each
-    saying where the value stands; `--help` prints every flag of the recipe and exits.
+    `needs_data` looks at the tokenizer and the prepared shards on disk too. `ranks` the run will have; None takes
+    torchrun's WORLD_SIZE, or 1. Raises RecipeError with every problem, each saying where the value stands; `--help`
+    prints every flag of the recipe and exits.
     """
     early = early_flags(arguments)
     layers = [*_files(early), Layer(COMMAND_LINE, early.table)]
@@ -35,16 +36,17 @@ def load(arguments: Sequence[str], *, needs_data: bool = True) -> Job:
         raise RecipeError([Problem((), message, COMMAND_LINE)])
     recipe = lay([*layers, Layer(COMMAND_LINE, flags)])
     sections = _sections(recipe, early, problems)
-    problems += run_checks(sections, needs_data)
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+    problems += run_checks(sections, needs_data=needs_data, ranks=ranks)
     if problems:
         raise RecipeError(_located(problem, recipe) for problem in problems)
     return Job(**sections)
 
 
-def load_or_exit(arguments: Sequence[str], *, needs_data: bool = True) -> Job:
+def load_or_exit(arguments: Sequence[str], *, needs_data: bool = True, ranks: int | None = None) -> Job:
     """`load` for a command: problems go to stderr, one a line, from one rank a node, and the exit status is 2."""
     try:
-        return load(arguments, needs_data=needs_data)
+        return load(arguments, needs_data=needs_data, ranks=ranks)
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr)

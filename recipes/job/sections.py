@@ -8,6 +8,7 @@ part of the repository reads; what no section knows alone (does the vocabulary f
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from components.data.config import DataConfig
 from registry import Component
 
 
@@ -24,20 +25,6 @@ class JobSection:
     imports: tuple[str, ...] = ()  # modules outside this repository whose components register themselves
     config_file: str = field(default="", compare=False)  # the recipe; a flag only
     overlay: tuple[str, ...] = field(default=(), compare=False)  # recipes laid over the root recipe; a flag, repeatable
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    path: str  # folder of prepared shards with their manifest
-    weight: float  # share of the mixture, relative to the sum of all weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    packing: Literal["window", "document"] = "window"  # documents run on, or are kept apart by masks
-    seed: int = 0  # order of the mixture
-    workers: int = 0  # loader processes a rank; 0 loads in the training process
-    sources: dict[str, SourceConfig]  # what the mixture is made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +115,7 @@ class CheckpointSection:
 class ValidationSection:
     enable: bool = False  # held-out loss, perplexity, bits per byte
     freq: int = 500  # steps between validations; the last step is always validated
-    batches: int = 32  # fixed micro-batches of held-out text over all ranks
+    batches: int = 32  # fixed micro-batches of held-out text of each source, shared by the ranks
     sources: tuple[str, ...] = ()  # labels of [data.sources]; all of them if empty
     prompts: tuple[str, ...] = ()  # continued with each validation, as text in TensorBoard
 
