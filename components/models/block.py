@@ -12,13 +12,14 @@ from components.interfaces import Aux, Cache, Context
 
 
 class Block(nn.Module):
-    """`recompute` (set by the parallel plan) drops the layer's activations and runs it again in the backward pass."""
+    """`recompute`, set by the parallel plan, drops the layer's activations and runs it again in the backward pass: the
+    options of `torch.utils.checkpoint`, or None to keep everything."""
 
     def __init__(self, norm: Callable[[], nn.Module], mixer: nn.Module, ffn: nn.Module | None):
         super().__init__()
         self.mixer_norm, self.mixer = norm(), mixer
         self.ffn_norm, self.ffn = (None, None) if ffn is None else (norm(), ffn)
-        self.recompute = False
+        self.recompute: dict | None = None
 
     def forward(
         self,
@@ -28,8 +29,8 @@ class Block(nn.Module):
         mixer_input: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Aux]:
         """`mixer_input`, from the wires, changes the normed input of the mixer."""
-        if self.recompute and self.training:
-            return checkpoint(self._run, x_BTD, ctx, None, mixer_input, use_reentrant=False)
+        if self.recompute is not None and self.training:
+            return checkpoint(self._run, x_BTD, ctx, None, mixer_input, use_reentrant=False, **self.recompute)
         return self._run(x_BTD, ctx, cache, mixer_input)
 
     def _run(self, x_BTD: Tensor, ctx: Context, cache: Cache | None, mixer_input) -> tuple[Tensor, Aux]:

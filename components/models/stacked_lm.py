@@ -6,7 +6,7 @@ what the tied head and the embedding share. Shapes: B batch, T sequence, D width
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,12 @@ class BlockConfig:
     ffn: str = NO_FFN  # a label of [model.ffns], or "none"
 
 
-@dataclass(frozen=True)
-class Output:
-    """What one micro-batch gives. loss_sums: fp32 (heads,), nats summed over each head's targets, main head first.
-    target_counts: int64 (heads,). aux: detached statistics by layer, such as `layers.4.counts`."""
+class Output(NamedTuple):
+    """What one micro-batch gives (a tuple, so that sharding hooks see its tensors).
+
+    loss_sums: fp32 (heads,), nats summed over each head's targets, main head first. target_counts: int64 (heads,).
+    aux: detached statistics by layer, such as `layers.4.counts`.
+    """
 
     loss_sums: Tensor
     target_counts: Tensor

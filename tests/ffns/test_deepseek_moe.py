@@ -1,0 +1,132 @@
+"""The mixture of experts against a loop over experts, its counts and its balance."""
+
+import pytest
+import torch
+
+import registry
+from components.kernels.grouped_gemm.op import grouped_mm, mixture_of_swiglu
+from components.kernels.grouped_gemm.reference import mixture_of_swiglu_reference
+from components.parallel.activation_checkpoint import apply_activation_checkpoint
+from components.parameters import initialise
+from tests.contracts.parts import context
+from tests.models.tiny import batch, model, tokens
+
+TOKENS, EXPERTS, DIM, HIDDEN = 37, 6, 16, 8
+
+
+def experts_case(dtype=torch.float64, seed: int = 0, busy: int = EXPERTS):
+    """x, w13, w2, chosen experts (only the first `busy` are ever chosen), weights, counts."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(TOKENS, DIM, dtype=torch.float64, generator=g)
+    w13 = torch.randn(EXPERTS, DIM, 2 * HIDDEN, dtype=torch.float64, generator=g) * DIM**-0.5
+    w2 = torch.randn(EXPERTS, HIDDEN, DIM, dtype=torch.float64, generator=g) * HIDDEN**-0.5
+    expert = torch.rand(TOKENS, busy, generator=g).topk(2, -1).indices
+    weight = torch.rand(TOKENS, 2, dtype=torch.float64, generator=g)
+    counts = torch.bincount(expert.flatten(), minlength=EXPERTS)
+    return [t.to(dtype).requires_grad_() for t in (x, w13, w2)], expert, weight.to(dtype).requires_grad_(), counts
+
+
+def gradients(output, leaves):
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return torch.autograd.grad((output * weights).sum(), leaves)
+
+
+@pytest.mark.parametrize("busy", [EXPERTS, 3, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_sorted_dispatch_equals_the_loop_over_experts_also_with_idle_experts(dtype, tolerance, busy):
+    (x, w13, w2), expert, weight, counts = experts_case(dtype, busy=busy)
+    leaves = [x, w13, w2, weight]
+    fast = mixture_of_swiglu(x, w13, w2, expert, weight, counts)
+    fast_gradients = gradients(fast, leaves)
+    (x, w13, w2), expert, weight, _ = experts_case(busy=busy)
+    slow = mixture_of_swiglu_reference(x, w13, w2, expert, weight)
+    torch.testing.assert_close(fast.double(), slow, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(fast_gradients, gradients(slow, [x, w13, w2, weight]), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_the_batched_fallback_equals_grouped_products():
+    (x, w13, _), _, _, _ = experts_case(torch.float32)
+    ends = torch.tensor([0, 5, 5, 20, 36, TOKENS], dtype=torch.int32)
+    ours = grouped_mm(x.double(), w13.double(), ends)
+    torch.testing.assert_close(ours.float(), grouped_mm(x, w13, ends), rtol=1e-5, atol=1e-5)
+
+
+def moe(**changes):
+    table = {"name": "deepseek_moe", "experts": 4, "top_k": 2, "hidden": 16, **changes}
+    part = registry.parse_component("ffn", table).build(dim=DIM, branches=4)
+    initialise(part, 0)
+    part.reset_buffers()
+    return part
+
+
+def test_the_bias_changes_who_is_chosen_and_not_what_the_chosen_weigh():
+    part, x = moe(top_k=1, shared=0), torch.randn(1, 9, DIM)
+    part.bias_E.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
+    y, aux = part(x, context(1, 9))
+    assert aux["counts"].tolist() == [0, 0, 9, 0]
+    only = mixture_of_swiglu_reference(
+        x[0], part.experts.w13_EDF, part.experts.w2_EFD, torch.full((9, 1), 2), torch.ones(9, 1)
+    )
+    torch.testing.assert_close(y[0], only, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_of_the_chosen_sum_to_the_route_scale():
+    part, x = moe(shared=0, route_scale=3.0), torch.randn(1, 9, DIM)
+    plain = moe(shared=0)
+    torch.testing.assert_close(part(x, context(1, 9))[0], 3.0 * plain(x, context(1, 9))[0], rtol=1e-4, atol=1e-6)
+
+
+def test_capacity_drops_from_the_end_of_the_batch_in_training_only():
+    part, x = moe(top_k=1, shared=0, capacity_factor=1.0), torch.randn(1, 8, DIM)
+    part.bias_E.copy_(torch.tensor([5.0, 0.0, 0.0, 0.0]))  # everybody wants expert 0, which may take 8 / 4 tokens
+    kept = part(x, context(1, 8))[0][0].abs().sum(-1) > 0
+    assert kept.tolist() == [True, True] + [False] * 6
+    part.eval()
+    assert (part(x, context(1, 8))[0][0].abs().sum(-1) > 0).all()
+
+
+def test_balance_moves_the_bias_against_the_average_load_by_one_step():
+    part = moe(bias_speed=0.5, ema=0.02, tolerance=0.05)
+    part.update_balance(torch.tensor([100, 104, 90, 106]))
+    torch.testing.assert_close(part.load_E, torch.tensor([2.0, 2.08, 1.8, 2.12]))
+    assert part.bias_E.tolist() == [0.0, 0.0, 0.5, -0.5]
+    part.update_balance(torch.tensor([100, 100, 110, 90]))
+    torch.testing.assert_close(
+        part.load_E, 0.98 * torch.tensor([2.0, 2.08, 1.8, 2.12]) + 0.02 * torch.tensor([100.0, 100, 110, 90])
+    )
+
+
+def total_counts(lm, rows, micro_batches: int):
+    parts = [lm(batch(part)).aux["layers.0.counts"] for part in rows.chunk(micro_batches)]
+    return torch.stack(parts).sum(0).tolist()
+
+
+def test_counts_are_those_of_the_whole_batch_under_accumulation_and_checkpointing():
+    rows = tokens(rows=4)
+    plain = total_counts(model(), rows, 1)
+    assert sum(plain) == 4 * 24 * 2
+    assert total_counts(model(), rows, 4) == plain
+    for mode, option in (("full", "op"), ("selective", "op"), ("selective", "1")):
+        lm = model()
+        apply_activation_checkpoint(lm, mode, option)
+        output = lm(batch(rows))
+        before = output.aux["layers.0.counts"].clone()
+        output.loss_sums.sum().backward()  # runs the blocks again
+        assert output.aux["layers.0.counts"].tolist() == before.tolist() == plain
+
+
+def test_a_forward_leaves_bias_and_load_alone():
+    lm = model()
+    lm(batch(tokens())).loss_sums.sum().backward()
+    lm.eval()(batch(tokens(seed=1)))
+    assert not lm.layers[0].ffn.bias_E.any() and not lm.layers[0].ffn.load_E.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"top_k": 9}, "top_k = 9"), ({"hidden": 12}, "multiple of 8"), ({"ema": 0.0}, "ema"), ({"shared": -1}, "shared")],
+)
+def test_impossible_experts_are_refused_in_one_sentence(changes, words):
+    with pytest.raises(registry.RecipeError, match=words):
+        moe(**changes)
