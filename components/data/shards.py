@@ -81,10 +81,11 @@ class Manifest:
     def check_tokenizer(self, folder: Path, tokenizer: Tokenizer) -> None:
         """Raises ShardError if the shards hold ids of another tokenizer."""
         if self.tokenizer_hash != tokenizer.hash:
+            theirs = f"{self.tokenizer} ({self.vocab_size} ids, hash {self.tokenizer_hash[:12]})"
+            ours = f"{type(tokenizer).__name__} ({tokenizer.vocab_size} ids, hash {tokenizer.hash[:12]})"
             raise ShardError(
-                f"{folder} was tokenized with {self.tokenizer} ({self.vocab_size} ids, hash "
-                f"{self.tokenizer_hash[:12]}), the recipe's tokenizer is {type(tokenizer).__name__} "
-                f"({tokenizer.vocab_size} ids, hash {tokenizer.hash[:12]}); prepare the source again with it, or change [tokenizer]"
+                f"{folder} was tokenized with {theirs}, the recipe's tokenizer is {ours}; prepare the source again "
+                "with it, or change [tokenizer]"
             )
 
     @property
