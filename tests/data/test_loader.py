@@ -184,9 +184,7 @@ def test_too_long_sequences_and_too_little_held_out_text_are_found(data_config, 
 def test_bundled_text_is_tokenized_once_and_no_document_is_in_two_splits(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HYMO_DATA_CACHE", str(tmp_path))
     source = SourceConfig(path="assets/corpus/sotu.jsonl.gz")
-    splits = {
-        s: [d.tobytes() for d in open_source(source, tokenizer, s).documents()] for s in ("train", "validation", "test")
-    }
+    splits = {s: [d.tobytes() for d in open_source(source, tokenizer, s).documents()] for s in SPLITS}
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.bin")}
     shards = open_source(source, tokenizer, "train")
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.bin")} == before

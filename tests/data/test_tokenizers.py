@@ -78,10 +78,10 @@ def test_wrong_files_are_refused_in_one_sentence(tmp_path):
         ("hymo_bpe_64k", {"path": "no/such.tiktoken"}, "does not exist"),
         (
             "hymo_bpe_64k",
-            {"path": "assets/tokenizers/hymo_4k.tiktoken"},
+            {"path": small},
             "holds 4080 words but this vocabulary needs 64000",
         ),
-        ("qwen", {"path": "assets/tokenizers/hymo_4k.tiktoken"}, "Qwen's vocabulary has 151643"),
+        ("qwen", {"path": small}, "Qwen's vocabulary has 151643"),
         ("tiktoken", {"path": "README.md", "vocab_size": 300}, "does not exist|not a tiktoken file"),
         ("tiktoken", {"path": "assets/README.md", "vocab_size": 300}, "not a tiktoken file"),
         ("tiktoken", {"path": write_ranks(tmp_path / "a", single[1:]), "vocab_size": 300}, "lacks 1 of the 256"),
