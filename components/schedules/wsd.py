@@ -52,7 +52,7 @@ class WSD:
     def phases(self, steps: int) -> tuple[int, int, int]:
         """Steps of warm-up, stable and decay in a run of `steps`."""
         ratio, warmup = self.config.warmup_ratio, self.config.warmup_steps
-        warmup = round(ratio * steps) if warmup is None else min(warmup, steps)
+        warmup = round(ratio * steps) if warmup is None else warmup
         decay = round(self.config.decay_ratio * steps)
         return warmup, max(0, steps - warmup - decay), decay
 
