@@ -17,6 +17,7 @@ Standard library only.
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -298,6 +299,7 @@ def _summary(cls: type) -> str:
     return (inspect.getdoc(cls) or "").split("\n")[0]
 
 
+@functools.cache
 def field_comments(cls: type) -> dict[str, str]:
     """The comment that stands behind each field of a dataclass, by field name; bases first."""
     comments = {}
