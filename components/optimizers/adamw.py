@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from components.optimizers.base import ParameterState, RoleOptimizer, copies, local
+from components.optimizers.base import RoleOptimizer, StateView, copies, local
 from components.parameters import OwnedParameter
 from registry import register
 
@@ -63,10 +63,9 @@ class AdamW(RoleOptimizer):
         )
         return self._squared_update(lr, steps + 1) if measure else None
 
-    def parameter_state(self) -> Iterator[ParameterState]:
-        for owned, exp_avg, exp_avg_sq in zip(self.parameters, self.exp_avg, self.exp_avg_sq, strict=True):
-            yield owned, "exp_avg", exp_avg
-            yield owned, "exp_avg_sq", exp_avg_sq
+    def state_views(self) -> Iterator[StateView]:
+        yield from self.sharded_views("exp_avg", self.exp_avg)
+        yield from self.sharded_views("exp_avg_sq", self.exp_avg_sq)
 
     def _squared_update(self, lr: float, steps: int) -> Tensor:
         """The update follows from the state after the step, so nothing is kept and one parameter's room is enough."""

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from components.parameters import ROLE_NAMES, OwnedParameter
+from components.parameters import ROLE_NAMES, LogicalView, OwnedParameter, local_view
 
-ParameterState = tuple[OwnedParameter, str, Tensor]  # state name; shaped and sharded as the parameter
-OwnerState = tuple[str, str, Tensor]  # logical name, state name; whole, on the ranks that own the logical tensor
+StateView = tuple[str, LogicalView]  # state name, this rank's part of that state of one logical tensor
 
 
 class RoleOptimizer(ABC):
@@ -41,12 +40,8 @@ class RoleOptimizer(ABC):
         """
 
     @abstractmethod
-    def parameter_state(self) -> Iterator[ParameterState]:
-        """The state that lies as the parameters lie. A copy into the tensors loads it."""
-
-    def owner_state(self) -> Iterator[OwnerState]:
-        """The state that only the owner of a logical tensor keeps: none, for most."""
-        return iter(())
+    def state_views(self) -> Iterator[StateView]:
+        """This rank's part of the state, logical tensor by logical tensor, as views: a copy into them loads it."""
 
     def weights(self) -> list[Tensor]:
         """The local storage of every parameter."""
@@ -60,6 +55,14 @@ class RoleOptimizer(ABC):
     def zeros(self) -> list[Tensor]:
         """Fresh state: a zero for every value of every parameter, sharded as the parameter is."""
         return [torch.zeros_like(owned.parameter, requires_grad=False) for owned in self.parameters]
+
+    def sharded_views(self, name: str, state: Sequence[Tensor]) -> Iterator[StateView]:
+        """The views of state that has the shape and the sharding of the parameters."""
+        for owned, stored in zip(self.parameters, state, strict=True):
+            for logical in owned.role.logical:
+                view = local_view(stored, logical, owned.logical_name(logical))
+                if view is not None:
+                    yield name, view
 
 
 def local(tensor: Tensor) -> Tensor:

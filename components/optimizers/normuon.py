@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.optimizers.base import OwnerState
+from components.optimizers.base import StateView
 from components.optimizers.orthogonal import OrthogonalConfig, OrthogonalOptimizer
-from components.parameters import OwnedParameter
+from components.parameters import LogicalView, OwnedParameter
 from registry import register
 
 EPS = 1e-10  # far below the root mean square of any row that is alive, about 1/sqrt(max(m, n))
@@ -53,7 +53,9 @@ class NorMuon(OrthogonalOptimizer):
         kept, now = (torch.linalg.matrix_norm(x, keepdim=True) for x in (x_Nmn, even_Nmn))
         return even_Nmn * (kept / now.clamp_min(torch.finfo(now.dtype).tiny))
 
-    def owner_state(self) -> Iterator[OwnerState]:
+    def state_views(self) -> Iterator[StateView]:
+        yield from super().state_views()
         for bucket, second_moment_Nm in zip(self.buckets, self.row_second_moment, strict=True):
             for number, row_m in zip(bucket.mine, second_moment_Nm, strict=True):
-                yield bucket.matrices[number].name, "row_second_moment", row_m
+                name = bucket.matrices[number].name
+                yield "row_second_moment", LogicalView(name, tuple(row_m.shape), (0,), row_m)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from components.kernels.newton_schulz.op import newton_schulz
 from components.optimizers import base
-from components.optimizers.base import ParameterState, RoleOptimizer, copies
+from components.optimizers.base import RoleOptimizer, StateView, copies
 from components.optimizers.distribution import PLANS, LoadReport, Owners, load_report
 from components.optimizers.exchange import Exchange, Holdings, InFlight, Region, copy_all, homeward, outward, split
 from components.parameters import Logical, OwnedParameter, local_region
@@ -142,9 +142,8 @@ class OrthogonalOptimizer(RoleOptimizer):
             self._apply(bucket, update, weights, lr)
         return squares if measure else None
 
-    def parameter_state(self) -> Iterator[ParameterState]:
-        for owned, momentum in zip(self.parameters, self.momentum, strict=True):
-            yield owned, "momentum", momentum
+    def state_views(self) -> Iterator[StateView]:
+        yield from self.sharded_views("momentum", self.momentum)
 
     def _updates(self, momentum: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket with the buffer that brought its update home, two exchanges being under way at any time."""

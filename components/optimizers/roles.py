@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from components.optimizers.base import OwnerState, ParameterState, RoleOptimizer, local, ranks
+from components.optimizers.base import RoleOptimizer, StateView, local, ranks
 from components.optimizers.distribution import LoadReport
 from components.parameters import ROLE_NAMES, OwnedParameter, owned_parameters
 from registry import Component, lookup, unknown
@@ -88,17 +88,15 @@ class JointOptimizer:
             torch._foreach_mul_([local(g) for g in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def state_tensors(self) -> Iterator[ParameterState]:
-        """(parameter, state name, tensor) of the state that is shaped and sharded as its parameter: exp_avg,
-        exp_avg_sq, momentum. With `owner_tensors` and `steps` this is all state; a copy into the tensors loads it."""
-        for group in self.groups.values():
-            yield from group.optimizer.parameter_state()
+    def state_views(self) -> Iterator[StateView]:
+        """(state name, view) for this rank's part of every piece of state; a copy into `view.local` loads it.
 
-    def owner_tensors(self) -> Iterator[OwnerState]:
-        """(logical name, state name, tensor) of the state that a logical matrix's owner keeps, on the owner only:
-        row_second_moment, one value for each output neuron. What it holds does not depend on who the owner is."""
+        exp_avg, exp_avg_sq, momentum: shape of the logical tensor. row_second_moment: (output neurons,), on the owner
+        of the matrix only. Names and contents depend on no number of ranks, sharding or folding; replicas hold the
+        same part. `steps` is the rest of the state.
+        """
         for group in self.groups.values():
-            yield from group.optimizer.owner_state()
+            yield from group.optimizer.state_views()
 
     def role_table(self) -> list[RoleSummary]:
         """What the banner prints."""

@@ -15,23 +15,25 @@ from torch.distributed.tensor import DTensor, Shard
 from components.optimizers.roles import build_optimizers
 
 DISTRIBUTIONS = ("round_robin", "unsorted", "balanced", "naive")
-LAYOUTS = ("rows", "columns", "replicated")
+LAYOUTS = ("rows", "columns", "replicated", "two meshes")
+CASES = [(d, "rows") for d in DISTRIBUTIONS] + [("naive", "replicated")] + [("round_robin", at) for at in LAYOUTS[1:]]
 RANKS = (1, 2, 4)
-STEPS = 4
+STEPS = 3
 
 
-def build(distribution, layout):
+def build(distribution, layout, ns_dtype="float32"):
     """The small model, sharded, and its optimizers; NorMuon for matrices and folded experts."""
     model, ranks = initialised(), dist.get_world_size()
-    options = {}
-    if layout == "columns":
-        options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % ranks == 0 else None
-    if layout == "replicated":
-        shape = (2, ranks // 2) if ranks > 1 else (1, 1)
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    fully_shard(model.mixer, **options)
+    hybrid = init_device_mesh("cpu", (2, ranks // 2) if ranks > 1 else (1, 1), mesh_dim_names=("replicate", "shard"))
+    options = {
+        "rows": {},
+        "columns": {"shard_placement_fn": lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % ranks == 0 else None},
+        "replicated": {"mesh": hybrid},
+        "two meshes": {},
+    }[layout]
+    fully_shard(model.mixer, **(options if layout != "two meshes" else {"mesh": hybrid}))
     fully_shard(model, **options)
-    table = NORMUON | {"distribution": distribution, "nesterov": True}
+    table = NORMUON | {"distribution": distribution, "nesterov": True, "ns_dtype": ns_dtype}
     return model, build_optimizers(model, configs(matrix=table, expert=table))
 
 
@@ -44,13 +46,21 @@ def observe(model, optimizer, rank=0, ranks=1):
     optimizer.step(0.1, measure=True)
     found |= {f"rms of {role}": rms for role, rms in optimizer.update_rms().items()}
     found |= {name: full(p) for name, p in model.named_parameters()}
-    found |= {f"{owned.name} {name}": full(tensor) for owned, name, tensor in optimizer.state_tensors()}
-    found |= {f"{logical} {name}": tensor for logical, name, tensor in from_all(list(optimizer.owner_tensors()))}
+    found |= joined(from_all(list(optimizer.state_views())))
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def joined(views):
+    """Whole state by logical name, from the parts of all ranks; NaN where no rank has a part."""
+    whole = {}
+    for state, view in views:
+        tensor = whole.setdefault(f"{view.name} {state}", torch.full(view.shape, torch.nan))
+        tensor[tuple(slice(o, o + s) for o, s in zip(view.offset, view.local.shape, strict=True))] = view.local
+    return whole
 
 
 def from_all(items):
@@ -64,7 +74,8 @@ def from_all(items):
 def work(rank, ranks, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank, world_size=ranks)
-    found = {(d, layout): observe(*build(d, layout), rank, ranks) for d in DISTRIBUTIONS for layout in LAYOUTS}
+    found = {(d, layout): observe(*build(d, layout), rank, ranks) for d, layout in CASES}
+    found["bfloat16"] = observe(*build("balanced", "rows", "bfloat16"), rank, ranks)
     torch.save(found, f"{folder}/{ranks}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -88,8 +99,7 @@ def unsharded():
     return observe(*built(matrix=table, expert=table))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution, layout", CASES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_weights_state_norm_and_update_are_those_of_plain_tensors(found, unsharded, ranks, distribution, layout):
     expected = unsharded
@@ -97,6 +107,12 @@ def test_weights_state_norm_and_update_are_those_of_plain_tensors(found, unshard
     assert set(seen) == set(expected)
     for name, tensor in expected.items():
         assert (seen[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_bf16_newton_schulz_agrees_across_ranks_to_its_own_rounding(found, ranks):
+    for name, tensor in found[1][0]["bfloat16"].items():
+        assert (found[ranks][0]["bfloat16"][name] - tensor).norm() <= 1e-2 * tensor.norm(), name
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -129,16 +129,13 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit():
     unbroken, optimizer = built(expert=NORMUON)
     train(unbroken, optimizer, range(3))
     saved = {name: tensor.clone() for name, tensor in unbroken.state_dict().items()}
-    state = {(name, owned.name): t.clone() for owned, name, t in optimizer.state_tensors()}
-    state |= {(name, logical): t.clone() for logical, name, t in optimizer.owner_tensors()}
+    state = {(name, view.name): view.local.clone() for name, view in optimizer.state_views()}
     train(unbroken, optimizer, range(3, 6))
 
     resumed, fresh = built(expert=NORMUON)
     resumed.load_state_dict(saved)
-    for owned, name, tensor in fresh.state_tensors():
-        tensor.copy_(state.pop((name, owned.name)))
-    for logical, name, tensor in fresh.owner_tensors():
-        tensor.copy_(state.pop((name, logical)))
+    for name, view in fresh.state_views():
+        view.local.copy_(state.pop((name, view.name)))
     fresh.steps = 3
     train(resumed, fresh, range(3, 6))
     assert not state
