@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.checkpoint.launch import sentences, verdicts
+from tests.launch import sentences, verdicts
 
 FOLDER, SAVING, LOADING = (f"tests.checkpoint.{name}_cases" for name in ("folder", "saving", "loading"))
 

@@ -1,7 +1,7 @@
 """Runs functions on several gloo ranks: one launch for many functions, one verdict a function.
 
 A process group in the pytest process itself would abort it now and then at its end, so even one rank has its own.
-    python -m tests.checkpoint.launch MODULE FOLDER    what each rank runs: every `test_*` of MODULE, with FOLDER
+    python -m tests.launch MODULE FOLDER    what each rank runs: every `test_*` of MODULE, with FOLDER
 """
 
 import importlib
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from components.parallel import process_group
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 
 
 def sentences(module: str) -> list[str]:
@@ -28,7 +28,7 @@ def sentences(module: str) -> list[str]:
 
 def verdicts(ranks: int, module: str, folder: Path) -> dict[str, str]:
     """What each `test_*` of `module` raised on any of `ranks` ranks, "" for nothing."""
-    processes = start(ranks, [sys.executable, "-m", "tests.checkpoint.launch", module, str(folder)])
+    processes = start(ranks, [sys.executable, "-m", "tests.launch", module, str(folder)])
     output = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output)
     return json.loads((folder / f"{module}.{ranks}.json").read_text())
@@ -36,10 +36,7 @@ def verdicts(ranks: int, module: str, folder: Path) -> dict[str, str]:
 
 def start(ranks: int, command: list[str]) -> list[subprocess.Popen]:
     """`command` as each of `ranks` ranks, with the environment that torchrun would give it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return [
         subprocess.Popen(
@@ -52,6 +49,12 @@ def start(ranks: int, command: list[str]) -> list[subprocess.Popen]:
         )
         for rank in range(ranks)
     ]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def main(module: str, folder: str) -> None:
