@@ -196,6 +196,14 @@ MISTAKES = {
         '[compile]\ncomponents = ["gdnn"]\n',
         'x.toml [compile.components.0]: no part to compile named "gdnn". Did you mean "gdn"?',
     ),
+    "a role without an optimizer": (
+        '[optimizer.router]\nname = "none"\n',
+        "x.toml [optimizer.router]: is missing, but 2 parameters such as layers.0.ffn.router.weight need it",
+    ),
+    "an optimizer that cannot serve its role": (
+        '[optimizer.embedding]\nname = "normuon"\nlr = 0.1\n',
+        "x.toml [optimizer.embedding]: normuon serves matrix, expert only; use adamw here",
+    ),
     "a flag as a key": (
         '[job]\noverlay = ["a.toml"]\n',
         "x.toml [job.overlay]: is a flag (--job.overlay), not a key of a recipe; remove it",

@@ -8,7 +8,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from components.data.config import check_data
+from components.optimizers.roles import parameters_by_role
 from registry import Problem, unknown
 
 Check = Callable[..., Iterator[Problem]]
@@ -57,6 +60,22 @@ def _degrees(parallelism: Any, ranks: int) -> Iterator[Problem]:
         yield Problem(("parallelism", "data_parallel_shard_degree"), message + "-1 takes what there is")
 
 
+def _roles(model: Any, optimizer: Any) -> Iterator[Problem]:
+    """Builds the model without memory: only it knows which roles its parameters have."""
+    try:
+        with torch.device("meta"):
+            roles = parameters_by_role(model.build())
+    except ValueError as error:
+        yield Problem(("model",), str(error))
+        return
+    for role, parameters in roles.items():
+        component, path = getattr(optimizer, role), ("optimizer", role)
+        if component is None:
+            yield Problem(path, f"is missing, but {len(parameters)} parameters such as {parameters[0].name} need it")
+        elif role not in component.cls.roles:
+            yield Problem(path, f"{component.name} serves {', '.join(component.cls.roles)} only; use adamw here")
+
+
 def _validation_sources(validation: Any, data: Any) -> Iterator[Problem]:
     for i, label in enumerate(validation.sources):
         if label not in data.sources:
@@ -88,5 +107,5 @@ def _text(tokenizer: Any, data: Any, validation: Any, training: Any) -> Iterator
     )
 
 
-CHECKS: tuple[Check, ...] = (_vocabulary, _batch, _validation_sources, _compiled)  # of the recipe alone
+CHECKS: tuple[Check, ...] = (_vocabulary, _batch, _roles, _validation_sources, _compiled)  # of the recipe alone
 DATA_CHECKS: tuple[Check, ...] = (_text,)  # of the files that it names

@@ -29,12 +29,12 @@ class JobSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """One optimizer a role; `components/parameters.py` says which parameter has which role."""
+    """One optimizer a role that the model has; `components/parameters.py` says which parameter has which role."""
 
     matrix: Annotated[Component, "optimizer"]  # 2-D weights of mixers, dense FFNs and MTP
-    expert: Annotated[Component, "optimizer"]  # routed and shared expert weights
+    expert: Annotated[Component, "optimizer"] | None = None  # routed and shared expert weights
     embedding: Annotated[Component, "optimizer"]  # token embedding and head
-    router: Annotated[Component, "optimizer"]  # MoE routers
+    router: Annotated[Component, "optimizer"] | None = None  # MoE routers
     scalar: Annotated[Component, "optimizer"]  # norms, decays, convolutions, gates, biases
 
 
