@@ -9,6 +9,7 @@ training loop, with counts summed over micro-batches and ranks. So checkpointing
 count a token that was not trained. The loader makes no padding, so every token of a batch counts.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,19 @@ class Router(nn.Module):
         return {"weight": whole("router", "weight", normal(ROUTER_STD))}
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        return F.linear(x_ND.to(self.weight.dtype), self.weight).sigmoid()
+        with _without_tf32():
+            return F.linear(x_ND.to(self.weight.dtype), self.weight).sigmoid()
+
+
+@contextmanager
+def _without_tf32():
+    """fp32 products in full fp32, although a recipe may ask for TF32 elsewhere."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class Experts(nn.Module):

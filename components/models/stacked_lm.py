@@ -6,6 +6,7 @@ what the tied head and the embedding share. Shapes: B batch, T sequence, D width
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from components.data.batch import Batch
 from components.interfaces import Aux, Cache, Context
 from components.layers.initial import LINEAR_STD
-from components.losses.targets import target_counts, targets
+from components.losses.targets import IGNORE, target_counts, targets
 from components.models.block import Block
 from components.models.stack import Step, Zone, flatten
 from components.parameters import Role, normal, whole
@@ -237,6 +238,38 @@ class StackedLM(nn.Module):
     def logits(self, batch: Batch) -> list[Tensor]:
         """Each head's logits (B, T, V), main head first. For evaluation and tests: the whole table exists."""
         return [self.head.logits(self.norm(h_BTD), self.embedding) for h_BTD in self._heads(batch, {})]
+
+    @torch.no_grad()
+    def acceptance(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """How often depth d's guess is the main head's later one: (agreements, guesses), int64 (depths,). Depth d at i
+        and the main head at i + d predict the same token; agreement is what lets a drafted token stand."""
+        guesses = [self.head.logits(self.norm(h), self.embedding).argmax(-1) for h in self._heads(batch, {})]
+        agreed, tried = [], []
+        for d, guess_BT in enumerate(guesses[1:], start=1):
+            valid = targets(batch, 1 + d)[:, :-d] != IGNORE
+            agreed.append(((guess_BT[:, :-d] == guesses[0][:, d:]) & valid).sum())
+            tried.append(valid.sum())
+        return torch.stack(agreed), torch.stack(tried)
+
+    def gradient_norms(self, batch: Batch) -> Tensor:
+        """The norm of each head's weighted loss gradient at the stack's output, fp32 (heads,): how much of what the
+        trunk learns from comes from each."""
+        with torch.no_grad():
+            h_BTD, *_ = self._heads(batch, {})
+            embedded = F.embedding(batch.tokens_BT1[:, 1:], self.embedding)
+        # A leaf for each loss and one backward for all: sharding frees gathered weights after a backward.
+        leaves = [h_BTD.detach().clone().requires_grad_() for _ in range(self.config.heads())]
+        with torch.enable_grad():
+            losses = [self._head_loss(d, h, embedded, batch) for d, h in enumerate(leaves)]
+            gradients = torch.autograd.grad(sum(losses), leaves)
+        return torch.stack([gradient.float().norm() for gradient in gradients])
+
+    def _head_loss(self, d: int, h_BTD: Tensor, embedded_BTD: Tensor, batch: Batch) -> Tensor:
+        """Depth d's weighted loss (0 is the main head's) from the stack's output."""
+        if d:
+            *_, h_BTD = islice(self.mtp(h_BTD, embedded_BTD, _context(batch)), d)
+        loss = self.loss(self.norm(h_BTD), self.embedding, targets(batch, 1 + d), self.head.softcap)
+        return self.config.loss_weights()[d] * loss
 
     def _heads(self, batch: Batch, aux: Aux):
         """Each head's hidden states before the final norm, main head first; the layers' statistics go into `aux`."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ class RoleGroup:
         return sum(owned.parameter.numel() for owned in self.parameters)
 
 
+@final
 class JointOptimizer:
     """All roles' optimizers as one. `steps` counts the updates made; a checkpoint saves it and sets it again."""
 

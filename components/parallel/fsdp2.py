@@ -45,7 +45,7 @@ def apply_fsdp2(
             unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=place
         )
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for method in ("logits", "extend"):
+    for method in ("logits", "extend", "acceptance", "gradient_norms"):
         register_fsdp_forward_method(model, method)
 
 
