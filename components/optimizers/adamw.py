@@ -5,6 +5,7 @@ Element by element, so sharding changes nothing and each rank works on its own s
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from registry import register
 
 
 @register("optimizer", "adamw", example={"lr": 3e-4})
+@final
 class AdamW(RoleOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 

@@ -7,7 +7,7 @@ index travels. A rank that sends or receives nothing takes part with empty split
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ def homeward(matrix: int, holdings: Holdings, owners: Sequence[int]) -> list[Tra
     ]
 
 
+@final
 class Exchange:
     """A fixed list of transfers, seen from one rank. `sent` and `received` are in the order of the buffers."""
 

@@ -1,6 +1,6 @@
 """Muon: momentum, orthogonalised (Jordan et al. 2024). The control for NorMuon, and the optimizer of Chimera."""
 
-from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor
 
@@ -9,12 +9,11 @@ from registry import register
 
 
 @register("optimizer", "muon", example={"lr": 0.02})
+@final
 class Muon(OrthogonalOptimizer):
     """Muon: the orthogonalised momentum itself is the update."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(OrthogonalConfig):
-        pass
+    Config = OrthogonalConfig
 
     def normalise(self, position: int, x_Nmn: Tensor) -> Tensor:
         """Unchanged."""

@@ -8,6 +8,7 @@ the same age, so the correction is one factor and the rescaling takes it out aga
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ EPS = 1e-10  # far below the root mean square of any row that is alive, about 1/
 
 
 @register("optimizer", "normuon", example={"lr": 0.02})
+@final
 class NorMuon(OrthogonalOptimizer):
     """NorMuon: orthogonalised momentum, each output neuron's row divided by its running RMS.
 

@@ -17,7 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,7 @@ class Matrix:
         return self.shape, self.owned.role.transposed, copies(self.owned.parameter)
 
 
+@final
 class Bucket:
     """Matrices of one shape and layout. `matrices` are numbered in the bucket; `mine` lists those this rank owns."""
 

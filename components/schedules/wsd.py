@@ -6,7 +6,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 from registry import register
 
@@ -19,6 +19,7 @@ _DECAYED = {
 
 
 @register("schedule", "wsd", example={"warmup_ratio": 0.02, "decay_ratio": 0.15, "min_lr_factor": 0.05})
+@final
 class WSD:
     """Warm-up, stable, decay: linear rise to 1, then 1, then down to `min_lr_factor`.
 
@@ -68,6 +69,7 @@ class WSD:
 
 
 @register("schedule", "constant")
+@final
 class Constant:
     """The configured rates at every step."""
 
