@@ -21,7 +21,7 @@ from components.checkpoint.checkpointer import Checkpointer
 from components.checkpoint.dcp import Views
 from components.parallel import process_group
 from components.parameters import LogicalView
-from tests.launch import free_port
+from tests.ranks import free_port
 
 ROWS = 4
 FILE_OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir")

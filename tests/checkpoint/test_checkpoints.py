@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.launch import sentences, verdicts
+from tests.ranks import sentences, verdicts
 
 FOLDER, SAVING, LOADING = (f"tests.checkpoint.{name}_cases" for name in ("folder", "saving", "loading"))
 

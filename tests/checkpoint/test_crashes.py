@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.launch import REPOSITORY
+from tests.ranks import REPOSITORY
 
 
 def run(case: str, folder) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.launch import sentences, verdicts
+from tests.ranks import sentences, verdicts
 
 CASES = "tests.metrics.reducing_cases"
 

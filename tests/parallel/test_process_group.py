@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from components.parallel.process_group import StepWatch, init
-from tests.launch import REPOSITORY, start
+from tests.ranks import REPOSITORY, start
 
 
 def ends(ranks: int, program: str) -> tuple[list[int], str]:

@@ -1,7 +1,7 @@
 """Runs functions on several gloo ranks: one launch for many functions, one verdict a function.
 
 A process group in the pytest process itself would abort it now and then at its end, so even one rank has its own.
-    python -m tests.launch MODULE FOLDER    what each rank runs: every `test_*` of MODULE, with FOLDER
+    python -m tests.ranks MODULE FOLDER    what each rank runs: every `test_*` of MODULE, with FOLDER
 """
 
 import importlib
@@ -28,7 +28,7 @@ def sentences(module: str) -> list[str]:
 
 def verdicts(ranks: int, module: str, folder: Path) -> dict[str, str]:
     """What each `test_*` of `module` raised on any of `ranks` ranks, "" for nothing."""
-    processes = start(ranks, [sys.executable, "-m", "tests.launch", module, str(folder)])
+    processes = start(ranks, [sys.executable, "-m", "tests.ranks", module, str(folder)])
     output = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output)
     return json.loads((folder / f"{module}.{ranks}.json").read_text())
