@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
 from components.models.stacked_lm import StackedLM
@@ -39,7 +39,7 @@ def apply_fsdp2(
 
     for unit in _units(model):
         for module in unit.modules():
-            if getattr(module, "fp32_unit", False):
+            if getattr(module, "fp32_unit", False) and not isinstance(module, FSDPModule):  # shared: done already
                 fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard_after_forward)
         fully_shard(
             unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=place

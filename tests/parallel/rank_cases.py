@@ -14,7 +14,8 @@ TOLERANCE = 1e-5  # relative, for sums taken in another order
 
 
 def compare(folder: Path, name: str, found: dict[str, torch.Tensor], rtol: float = TOLERANCE) -> None:
-    """On one rank keep `found`; on more ranks compare with what one rank kept."""
+    """On one rank keep `found`; on more ranks compare with what one rank kept, tensor by tensor in relative L2: a sum
+    taken in another order may flip the sign that cautious weight decay asks of a single weight."""
     path = folder / f"{name}.pt"
     if dist.get_world_size() == 1:
         torch.save(found, path)
@@ -22,7 +23,8 @@ def compare(folder: Path, name: str, found: dict[str, torch.Tensor], rtol: float
     expected = torch.load(path)
     assert set(expected) == set(found)
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=rtol, atol=rtol * 0.1, msg=lambda m, k=key: f"{k}: {m}")
+        error = (found[key].double() - value.double()).norm() / value.double().norm().clamp(min=1e-12)
+        assert error <= rtol, f"{key}: relative error {error:.2e}"
 
 
 def test_initial_weights_are_bitwise_those_of_one_rank(folder: Path):
@@ -65,7 +67,7 @@ def test_experts_that_do_not_divide_by_the_ranks_or_are_fewer(folder: Path):
 
 
 def test_experts_that_no_token_chooses(folder: Path):
-    found = trained(ffns={"experts": {**EXPERTS, "experts": 16, "top_k": 1, "bias_speed": 0.0}})
+    found = trained(ffns={"experts": {**EXPERTS, "experts": 64, "hidden": 8}})
     counts = torch.stack([value for key, value in found.items() if key.endswith("counts")])
     assert (counts == 0).any()
     compare(folder, "idle experts", found)

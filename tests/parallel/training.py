@@ -12,7 +12,7 @@ from components.optimizers.roles import build_optimizers
 from components.parallel.apply import prepare_model
 from tests.models.tiny import batch, config
 
-GLOBAL_BATCH, STEPS, LENGTH = 8, 4, 16
+GLOBAL_BATCH, STEPS, LENGTH = 4, 3, 16
 ADAMW = {"name": "adamw", "lr": 3e-3}
 OPTIMIZERS = {
     "matrix": {"name": "normuon", "lr": 0.02, "weight_decay": 0.1, "ns_dtype": "float32"},
