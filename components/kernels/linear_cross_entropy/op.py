@@ -8,7 +8,7 @@ V vocabulary. With p = softmax(y), y = c·tanh(z/c), z = h Wᵀ: dz = (p − one
 import torch
 from torch import Tensor
 
-from components.kernels.linear_cross_entropy.reference import IGNORE, softcapped_logits
+from components.kernels.linear_cross_entropy.reference import IGNORE
 
 
 def linear_cross_entropy(h_ND: Tensor, weight_VD: Tensor, target_N: Tensor, softcap: float, chunk: int) -> Tensor:
@@ -29,10 +29,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw_VD = torch.zeros_like(weight_VD, dtype=wide) if train else None
         for start in range(0, len(h_ND), chunk):
             part = slice(start, start + chunk)
-            y_CV = softcapped_logits(h_ND[part], weight_VD, softcap)
-            loss += _loss_sum(y_CV, target_N[part])
+            y_CV = _softcap_((h_ND[part] @ weight_VD.T).to(wide), softcap)
+            lse_C1 = y_CV.logsumexp(1, keepdim=True)
+            loss += _loss_sum(y_CV, lse_C1, target_N[part])
             if train:
-                dz_CV = _logit_gradient(y_CV, target_N[part], softcap).to(h_ND.dtype)
+                dz_CV = _logit_gradient_(y_CV, lse_C1, target_N[part], softcap).to(h_ND.dtype)
                 dh_ND[part] = dz_CV @ weight_VD
                 dw_VD += dz_CV.T @ h_ND[part]
         if train:
@@ -46,14 +47,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (dh_ND * grad).to(dh_ND.dtype), (dw_VD * grad).to(ctx.weight_dtype), None, None, None
 
 
-def _loss_sum(y_CV: Tensor, target_C: Tensor) -> Tensor:
-    chosen_C = y_CV.gather(1, target_C.clamp(min=0)[:, None])[:, 0]
-    return ((y_CV.logsumexp(1) - chosen_C) * (target_C != IGNORE)).sum()
+# A chunk's logits are the largest tensor of a step, so everything is done to them in place.
 
 
-def _logit_gradient(y_CV: Tensor, target_C: Tensor, softcap: float) -> Tensor:
-    """d(loss)/d(logits before the cap)."""
-    dy_CV = y_CV.softmax(1)
+def _softcap_(z_CV: Tensor, softcap: float) -> Tensor:
+    return z_CV.div_(softcap).tanh_().mul_(softcap) if softcap else z_CV
+
+
+def _loss_sum(y_CV: Tensor, lse_C1: Tensor, target_C: Tensor) -> Tensor:
+    chosen_C1 = y_CV.gather(1, target_C.clamp(min=0)[:, None])
+    return ((lse_C1 - chosen_C1)[:, 0] * (target_C != IGNORE)).sum()
+
+
+def _logit_gradient_(y_CV: Tensor, lse_C1: Tensor, target_C: Tensor, softcap: float) -> Tensor:
+    """d(loss)/d(logits before the cap); `y` is overwritten."""
+    dy_CV = (y_CV - lse_C1).exp_()
     dy_CV.scatter_add_(1, target_C.clamp(min=0)[:, None], dy_CV.new_full((len(y_CV), 1), -1.0))
-    dy_CV *= (target_C != IGNORE)[:, None]
-    return dy_CV * (1 - (y_CV / softcap).square()) if softcap else dy_CV
+    dy_CV.mul_((target_C != IGNORE)[:, None])
+    return dy_CV.mul_(y_CV.div_(softcap).square_().neg_().add_(1.0)) if softcap else dy_CV
