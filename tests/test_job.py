@@ -121,6 +121,13 @@ def test_a_switch_is_turned_on_and_off_in_every_form(flags, value):
     assert job(DEBUG, *flags).compile.enable is value
 
 
+def test_none_is_a_word_where_it_is_a_choice_and_nothing_where_a_value_is_optional(recipe):
+    name = recipe('[activation_checkpoint]\nmode = "full"\n[checkpoint]\ninitial_load_path = "there"\n')
+    found = job(name, "--activation_checkpoint.mode none --checkpoint.initial_load_path none")
+    assert found.activation_checkpoint.mode == "none"
+    assert found.checkpoint.initial_load_path is None
+
+
 def test_flags_reach_into_components_lists_and_labels():
     found = job(
         DEBUG,

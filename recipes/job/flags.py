@@ -52,7 +52,8 @@ class Leaf:
     """One key that is a flag: its type, and its value if no flag is given (None if it has none)."""
 
     path: Path
-    annotation: Any
+    annotation: Any  # without None
+    optional: bool
     value: Any
     comment: str
 
@@ -94,12 +95,12 @@ def _leaves(annotation: Any, value: Any, path: Path, comment: str) -> Iterator[L
     elif dataclasses.is_dataclass(inner):
         yield from _field_leaves(inner, value if isinstance(value, Mapping) else {}, path)
     elif not (origin is tuple and _is_table(args[0])):
-        yield Leaf(path, inner, value, comment)
+        yield Leaf(path, inner, inner is not annotation, value, comment)
 
 
 def _component_leaves(kind: str, table: Mapping[str, Any], path: Path) -> Iterator[Leaf]:
     name = table.get("name")
-    yield Leaf((*path, "name"), str, name, f"which {kind}")
+    yield Leaf((*path, "name"), str, False, name, f"which {kind}")
     if name in registry.names(kind):
         yield from _field_leaves(registry.lookup(kind, name).cls.Config, table, path)
 
@@ -150,7 +151,7 @@ def _flag(leaf: Leaf) -> Any:
     reader = tyro.constructors.PrimitiveConstructorSpec(
         nargs={bool: (0, 1), tuple: "*"}.get(get_origin(leaf.annotation) or leaf.annotation, 1),
         metavar=registry.type_name(leaf.annotation),
-        instance_from_str=lambda words: _value(leaf.annotation, words),
+        instance_from_str=lambda words: None if leaf.optional and words == ["none"] else _value(leaf.annotation, words),
         is_instance=lambda value: True,
         str_from_instance=lambda default: _words(default.value),
     )
@@ -163,7 +164,7 @@ def _value(annotation: Any, words: Sequence[str]) -> Any:
         return [_scalar(get_args(annotation)[0], word) for word in words]
     if annotation is bool and not words:
         return True
-    return None if words[0] == "none" and annotation is not str else _scalar(annotation, words[0])
+    return _scalar(annotation, words[0])
 
 
 def _scalar(annotation: Any, word: str) -> Any:

@@ -1,0 +1,1 @@
+"""What a run will need, from its recipe alone: `python -m recipes.plan --job.config_file …`."""

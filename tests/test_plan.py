@@ -1,0 +1,139 @@
+"""recipes.plan: counts against the built model, memory against known tensors, time and cost against arithmetic."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from components.parameters import owned_parameters
+from recipes.job import Job, load
+from recipes.plan.__main__ import main
+from recipes.plan.estimate import Machine, estimate
+from recipes.plan.memory import LiveBytes, activations, footprint, memory_per_rank
+
+RECIPES = Path(__file__).resolve().parents[1] / "train_configs"
+H100 = Machine(ranks=1, gpu="NVIDIA H100 80GB HBM3", mfu=40.0, tps=None, price=2.0)
+
+
+def job(name: str, *flags: str) -> Job:
+    return load(["--job.config_file", str(RECIPES / f"{name}.toml"), *flags], needs_data=False)
+
+
+def plan(capsys, *arguments: str):
+    main([*arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("hymo_primary", 1129.0, 435.6), ("hymo_small", 1042.0, 398.0), ("hymo_large", 1379.0, 542.0)],
+)
+def test_parameters_from_the_recipe_equal_the_design_and_the_built_model(name, total, active):
+    recipe = job(name)
+    with torch.device("meta"):
+        built = sum(owned.parameter.numel() for owned in owned_parameters(recipe.model.build()))
+    stored, used = (sum(column) for column in zip(*recipe.model.config.parameter_table().values(), strict=True))
+    assert stored == built
+    assert stored / 1e6 == pytest.approx(total, rel=0.001)
+    assert used / 1e6 == pytest.approx(active, rel=0.001)
+
+
+def test_the_primary_is_planned_in_seconds_and_as_the_design_says(capsys):
+    start = time.process_time()
+    found = plan(capsys, "--job.config_file", str(RECIPES / "hymo_primary.toml"))
+    assert time.process_time() - start < 20
+    flops = found["flops_per_token"]
+    assert flops["total"] == pytest.approx(3.72e9, rel=0.005)
+    assert flops["matmul"] + flops["head"] == pytest.approx(6 * 550.6e6, rel=0.001)
+    assert (flops["attention"], flops["recurrence"]) == pytest.approx((0.403e9, 0.018e9), rel=0.02)
+    assert found["steps"] == 57_220
+    assert found["tokens"] == 57_220 * 524_288
+    assert sum(found["parameters"]["by_role"].values()) == found["parameters"]["total"]
+    assert [row["mixer"] for row in found["stack"]] == ["mla", "hymo_gdn", "hymo_gdn", "hymo_gdn"] * 8
+
+
+def test_every_part_of_the_table_is_counted_once(capsys):
+    found = plan(capsys, "--job.config_file", str(RECIPES / "hymo_debug.toml"))["parameters"]
+    assert sum(part["stored"] for part in found["by_part"].values()) == found["total"]
+    assert sum(part["active"] for part in found["by_part"].values()) == found["active"] < found["total"]
+
+
+def test_live_bytes_counts_tensors_until_nothing_refers_to_them():
+    with LiveBytes() as tracker:
+        a = torch.zeros(100)
+        b = a.view(10, 10) + 1
+        del a
+        b.mul_(2)
+        assert tracker.live == 400
+        assert tracker.peak == 800
+
+
+def test_live_bytes_sees_what_autograd_keeps():
+    layer, x = nn.Linear(8, 8, bias=False), torch.zeros(4, 8)
+    with LiveBytes(ignored=[layer.weight, x]) as tracker:
+        loss = layer(x).exp().sum()
+        assert tracker.live == 4 * 8 * 4 + 4  # the result of exp, and the sum; the product is gone
+        loss.backward()
+
+
+def test_checkpointing_keeps_less_the_more_it_recomputes():
+    modes = ("none", "selective", "full")
+    held = [activations(job("hymo_debug", "--activation_checkpoint.mode", mode))[0] for mode in modes]
+    assert held[0] > held[1] > held[2]
+
+
+@pytest.mark.parametrize("flags", [["--training.dtype", "bfloat16"], ["--data.packing", "document"]])
+def test_memory_is_planned_for_either_dtype_and_packing(flags):
+    assert activations(job("hymo_debug", *flags))[0] > 0
+
+
+def test_states_are_shared_by_the_shards_but_not_by_the_replicas_of_hybrid_sharding():
+    recipe = job("hymo_debug")
+    whole = footprint(recipe)
+    one, four = memory_per_rank(recipe, whole, 1), memory_per_rank(recipe, whole, 4)
+    for kind in ("weights", "gradients", "optimizer"):
+        assert four[kind] == one[kind] / 4
+    assert four["activations"] == one["activations"]
+    assert one["weights"] == 4 * sum(whole.by_role.values())
+    flags = ["--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "32"]
+    hybrid = load(["--job.config_file", str(RECIPES / "hymo_debug.toml"), *flags], needs_data=False, ranks=4)
+    assert memory_per_rank(hybrid, whole, 4)["weights"] == one["weights"] / 2
+
+
+def test_adamw_keeps_two_states_a_weight_and_normuon_one_and_a_row():
+    recipe = job("hymo_debug")
+    whole = footprint(recipe)
+    adamw = 8 * sum(n for role, n in whole.by_role.items() if role != "matrix")
+    normuon = 4 * whole.by_role["matrix"]
+    assert adamw + normuon < whole.optimizer_bytes < adamw + 1.1 * normuon
+
+
+def test_time_and_cost_follow_from_the_stated_speed():
+    found = estimate(job("hymo_debug"), H100)
+    tps = 0.4 * 989.4e12 / found["flops_per_token"]["total"]
+    assert found["time"]["seconds"] == pytest.approx(found["tokens"] / tps)
+    assert found["time"]["cost"] == pytest.approx(2.0 * found["time"]["seconds"] / 3600)
+
+
+def test_a_gpu_without_a_stated_peak_has_no_mfu_and_needs_a_stated_speed(capsys):
+    flags = ("--job.config_file", str(RECIPES / "hymo_debug.toml"), "--gpu", "Abacus 3000")
+    assert plan(capsys, *flags, "--mfu", "40")["time"]["seconds"] is None
+    stated = plan(capsys, *flags, "--tps", "1000")
+    assert stated["time"]["seconds"] == stated["tokens"] / 1000
+    assert stated["time"]["mfu"] is None
+
+
+def test_recipes_are_compared_side_by_side_with_the_same_flags(capsys):
+    main(["--training.steps", "7", "--compare", *[str(RECIPES / "hymo_debug.toml")] * 2])
+    shown = capsys.readouterr().out
+    assert [line.split() for line in shown.splitlines() if line.startswith("steps")] == [["steps", "7", "7"]]
+
+
+def test_the_whole_plan_is_shown(capsys):
+    main(["--job.config_file", str(RECIPES / "hymo_debug.toml"), "--mfu", "10", "--price", "1"])
+    shown = capsys.readouterr().out
+    for heading in ("stack", "parameters by role", "training FLOPs a token", "memory of one of 1 ranks", "GPU hours"):
+        assert heading in shown
