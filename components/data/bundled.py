@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from components.data.shards import FORMAT, MIN_DOCUMENT, SPLITS, Manifest, ShardError, write_shard
-from components.data.splits import split_of
+from components.data.splits import DIGEST_BYTES, digest, split_of
 from components.data.tokenizers import REPOSITORY, Tokenizer
 
 SUFFIX = ".jsonl.gz"
@@ -41,7 +41,9 @@ def prepared(file: Path, tokenizer: Tokenizer) -> Path:
             f"{file} is too large to tokenize on first use; prepare it with `python -m recipes.prepare_data`"
         )
     name = file.name.removesuffix(SUFFIX)
-    content = hashlib.sha256(f"{FORMAT} {MIN_DOCUMENT} {FRACTIONS} {tokenizer.hash} {_digest(file)}".encode())
+    content = hashlib.sha256(
+        f"{FORMAT} {MIN_DOCUMENT} {DIGEST_BYTES} {FRACTIONS} {tokenizer.hash} {_digest(file)}".encode()
+    )
     folder = cache_folder() / f"{name}-{content.hexdigest()[:16]}"
     if not (folder / "manifest.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ def _prepare(file: Path, folder: Path, tokenizer: Tokenizer, name: str) -> None:
     documents: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if len(ids) + 1 >= MIN_DOCUMENT:
-            documents[split_of(text, FRACTIONS)].append(np.array([*ids, tokenizer.end_id]))
+            documents[split_of(digest(text), FRACTIONS)].append(np.array([*ids, tokenizer.end_id]))
     shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed had left
     folder.mkdir()
     shards = tuple(

@@ -67,6 +67,10 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """`encode` of every text, on `threads` threads."""
 
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        """`encode` as uint32 (tokens,); without a Python integer for each where the library can."""
+        return np.array(self.encode(text), dtype=np.uint32)
+
     @abstractmethod
     def special_id(self, name: str) -> int:
         """The id of a special token such as "<|im_start|>"; ValueError if this vocabulary has none."""
@@ -139,6 +143,9 @@ class RankTokenizer(Tokenizer):
         if threads == 1:
             return [self._encoding.encode_ordinary(t) for t in texts]
         return self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def special_id(self, name: str) -> int:
         return _special(self.layout.specials, name)
