@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from components.parameters import owned_parameters
 from recipes.job import Job, load
 from recipes.plan.__main__ import main
 from recipes.plan.estimate import Machine, estimate
-from recipes.plan.memory import LiveBytes, activations, footprint, memory_per_rank
+from recipes.plan.memory import LiveBytes, activations, computing_model, footprint, memory_per_rank, zeros_batch
 
 RECIPES = Path(__file__).resolve().parents[1] / "train_configs"
 H100 = Machine(ranks=1, gpu="NVIDIA H100 80GB HBM3", mfu=40.0, tps=None, price=2.0)
@@ -53,6 +55,16 @@ def test_the_primary_is_planned_in_seconds_and_as_the_design_says(capsys):
     assert found["tokens"] == 57_220 * 524_288
     assert sum(found["parameters"]["by_role"].values()) == found["parameters"]["total"]
     assert [row["mixer"] for row in found["stack"]] == ["mla", "hymo_gdn", "hymo_gdn", "hymo_gdn"] * 8
+
+
+def test_the_flop_formulas_equal_the_products_that_a_forward_pass_does():
+    recipe, aten = job("hymo_primary", "--training.local_batch_size", "1"), torch.ops.aten
+    grouped = {aten._grouped_mm: lambda rows, weights, *_, **__: 2 * rows[0] * weights[1] * weights[2]}
+    with FakeTensorMode(), FlopCounterMode(display=False, custom_mapping=grouped) as counter, torch.no_grad():
+        computing_model(recipe).logits(zeros_batch(1, 4096, "window"))
+    counted = counter.get_flop_counts()["Global"]
+    formula = recipe.model.config.flops_per_token(4096)
+    assert 3 * sum(counted.values()) / 4096 == pytest.approx(formula["matmul"] + formula["head"], rel=0.005)
 
 
 def test_every_part_of_the_table_is_counted_once(capsys):

@@ -84,9 +84,8 @@ def footprint(job: Job) -> Footprint:
         for name, parameter in model.named_parameters():
             units[_unit(name)] += parameter.numel()
         with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as state:
-            optimizers = build_optimizers(model, {role: getattr(job.optimizer, role) for role in roles})
+            _alive = build_optimizers(model, {role: getattr(job.optimizer, role) for role in roles})
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    assert optimizers.groups  # alive until its state has been counted
     return Footprint(roles, dict(units), state.live, buffers)
 
 
@@ -120,8 +119,8 @@ def _gathered(job: Job, model: Footprint) -> float:
 def activations(job: Job) -> tuple[int, int]:
     """Bytes that one micro-batch holds between forward and backward, and what backward needs at most beyond them."""
     with FakeTensorMode():
-        model = _computing(job)
-        batch = _batch(job.training.local_batch_size, job.training.seq_len, job.data.packing)
+        model = computing_model(job)
+        batch = zeros_batch(job.training.local_batch_size, job.training.seq_len, job.data.packing)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_hand_over)
         with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as tracker:
@@ -131,7 +130,7 @@ def activations(job: Job) -> tuple[int, int]:
     return held, tracker.peak - held
 
 
-def _computing(job: Job) -> nn.Module:
+def computing_model(job: Job) -> nn.Module:
     """The model as a rank computes with it: weights in compute dtype but for the parts that stay in fp32."""
     model, dtype = job.model.build(), getattr(torch, job.training.dtype)
     exact = {p for m in model.modules() if getattr(m, "fp32_unit", False) for p in m.parameters()}
@@ -144,7 +143,7 @@ def _computing(job: Job) -> nn.Module:
     return model
 
 
-def _batch(rows: int, seq_len: int, packing: str) -> Batch:
+def zeros_batch(rows: int, seq_len: int, packing: str) -> Batch:
     """A micro-batch of zeros. Documents cost a mask; how many there are makes no difference to memory."""
     tokens_BT1 = torch.zeros(rows, seq_len + 1, dtype=torch.int64)
     place = {"position_BT": tokens_BT1[:, :-1], "index": tokens_BT1[:, 0]}
