@@ -14,8 +14,7 @@ TOLERANCE = 1e-5  # relative, for sums taken in another order
 
 
 def compare(folder: Path, name: str, found: dict[str, torch.Tensor], rtol: float = TOLERANCE) -> None:
-    """On one rank keep `found`; on more ranks compare with what one rank kept, tensor by tensor in relative L2: a sum
-    taken in another order may flip the sign that cautious weight decay asks of a single weight."""
+    """On one rank keep `found`; on more ranks compare with what one rank kept, tensor by tensor in relative L2."""
     path = folder / f"{name}.pt"
     if dist.get_world_size() == 1:
         torch.save(found, path)

@@ -15,7 +15,8 @@ from tests.models.tiny import batch, config
 GLOBAL_BATCH, STEPS, LENGTH = 4, 3, 16
 ADAMW = {"name": "adamw", "lr": 3e-3}
 OPTIMIZERS = {
-    "matrix": {"name": "normuon", "lr": 0.02, "weight_decay": 0.1, "ns_dtype": "float32"},
+    # A sum taken in another order may flip a sign that cautious decay looks at: little decay keeps that below 1e-5.
+    "matrix": {"name": "normuon", "lr": 0.02, "weight_decay": 0.01, "ns_dtype": "float32"},
     "expert": ADAMW,
     "embedding": ADAMW,
     "router": ADAMW,
