@@ -206,7 +206,7 @@ def type_name(annotation: Any) -> str:
     """An annotation as a person would write it in documentation."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return f"table of a {args[1]}"
+        return f"{args[1]} table"
     if origin is Literal:
         return " | ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in args)
     if origin in (Union, types.UnionType):
@@ -215,7 +215,9 @@ def type_name(annotation: Any) -> str:
         inner = args[:1] if args[-1] is Ellipsis else args
         return f"list of {', '.join(type_name(a) for a in inner)}"
     if origin is dict:
-        return f"tables of {type_name(args[1])}"
+        return f"labelled {type_name(args[1])}s"
+    if dataclasses.is_dataclass(annotation):
+        return "table"
     return getattr(annotation, "__name__", str(annotation))
 
 
@@ -226,7 +228,7 @@ def _parse_component(kind: str, table: Any, path: Path, problems: list[Problem])
     if not isinstance(name, str):
         choices = ", ".join(names(kind)) or "none"
         problems.append(
-            Problem((*path, "name"), f"this table needs a name that selects a {kind}. Registered: {choices}")
+            Problem((*path, "name"), f"this table needs a name that selects its {kind}. Registered: {choices}")
         )
         return None
     if name not in _ENTRIES.get(kind, {}):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+import registry
 from components.data.config import SourceConfig
 from recipes.job import Job, differences, load, load_or_exit, refused_changes, to_table, write_resolved
 from registry import RecipeError
@@ -146,11 +147,31 @@ def test_a_flag_that_names_another_component_starts_its_table_afresh_and_brings_
     assert (matrix.name, matrix.config.lr, matrix.config.weight_decay) == ("adamw", 3e-4, 0.0)
 
 
-def test_a_component_outside_the_repository_is_imported_from_the_working_directory(recipe, monkeypatch, tmp_path):
+OUTSIDE = """
+from dataclasses import dataclass
+from registry import register
+
+@register("schedule", "staircase")
+class Staircase:
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        height: float  # of a step
+"""
+
+
+def test_a_component_outside_the_repository_is_imported_and_has_flags(recipe, monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(names) for kind, names in registry._ENTRIES.items()})
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "hymo_imported_here.py").write_text("raise RuntimeError('imported')")
-    with pytest.raises(RuntimeError, match="imported"):
-        job(recipe('[job]\nimports = ["hymo_imported_here"]\n'))
+    (tmp_path / "hymo_outside.py").write_text(OUTSIDE)
+    name = recipe('[job]\nimports = ["hymo_outside"]\n[lr_scheduler]\nname = "staircase"\nheight = 1.0\n')
+    assert job(name, "--lr_scheduler.height 2").lr_scheduler.config.height == 2.0
+
+
+def test_a_fault_inside_an_imported_module_keeps_its_traceback(recipe, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "hymo_faulty.py").write_text("import a_module_that_is_not_there")
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        job(recipe('[job]\nimports = ["hymo_faulty"]\n'))
 
 
 # Mistakes ---------------------------------------------------------------------------------------------
@@ -166,6 +187,16 @@ MISTAKES = {
         'x.toml [trainning]: no section named "trainning". Did you mean "training"?',
     ),
     "a wrong type": ('[training]\nsteps = "3"\n', "x.toml [training.steps]: must be int, not str '3'"),
+    "a value where a section belongs": ("training = 3\n", "x.toml [training]: must be table, not int 3"),
+    "a value where [job] belongs": ("job = 3\n", "x.toml [job]: must be a table, not 3"),
+    "a value where labels belong": (
+        "[data]\nsources = 3\n",
+        "x.toml [data.sources]: must be labelled tables, not int 3",
+    ),
+    "a value where a component belongs": (
+        "lr_scheduler = 3\n",
+        "x.toml [lr_scheduler]: must be schedule table, not int 3",
+    ),
     "a value out of range": ("[training]\nsteps = 0\n", "x.toml [training]: steps must be at least 1, not 0"),
     "a wrong choice": (
         '[training]\ndtype = "bf16"\n',

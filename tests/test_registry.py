@@ -96,7 +96,7 @@ def test_an_unknown_name_is_told_with_the_nearest_and_all_registered_ones(toys):
 
 
 def test_a_component_table_without_a_name_is_told_what_to_choose_from(toys):
-    with pytest.raises(RecipeError, match=r"needs a name that selects a toy\. Registered: holder, plain"):
+    with pytest.raises(RecipeError, match=r"needs a name that selects its toy\. Registered: holder, plain"):
         parse_component("toy", {"name": "holder", "part": {"heads": 2}})
 
 

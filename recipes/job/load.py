@@ -60,7 +60,7 @@ def _files(early: Early) -> list[Layer]:
 def _discover(recipe: Recipe) -> None:
     """Import the components and `[job] imports`, from the installed packages and the working directory. An error
     inside such a module propagates with its traceback: it is a fault in code, not in the recipe."""
-    imports = recipe.table.get("job", {}).get("imports", ())
+    imports = _job_table(recipe).get("imports", ())
     imports = [name for name in imports if isinstance(name, str)] if isinstance(imports, list) else []
     registry.discover()
     for name in imports:
@@ -75,8 +75,15 @@ def _discover(recipe: Recipe) -> None:
             raise RecipeError([_located(Problem(("job", "imports"), message), recipe)]) from None
 
 
+def _job_table(recipe: Recipe) -> dict[str, Any]:
+    table = recipe.table.get("job", {})
+    if not isinstance(table, dict):
+        raise RecipeError([_located(Problem(("job",), f"must be a table, not {table!r}"), recipe)])
+    return table
+
+
 def _flags_in_files(recipe: Recipe) -> list[Problem]:
-    stated = [key for key in FLAGS_ONLY if key in recipe.table.get("job", {})]
+    stated = [key for key in FLAGS_ONLY if key in _job_table(recipe)]
     return [Problem(("job", key), f"is a flag (--job.{key}), not a key of a recipe; remove it") for key in stated]
 
 
@@ -86,7 +93,7 @@ def _sections(recipe: Recipe, early: Early, problems: list[Problem]) -> dict[str
     for section in recipe.table:
         if section not in hints:
             problems.append(Problem((section,), registry.unknown("section", section, hints)))
-    given = {"dump_folder": _dump_folder(early)} | recipe.table.get("job", {})
+    given = {"dump_folder": _dump_folder(early)} | _job_table(recipe)
     table = recipe.table | {"job": given | {"config_file": early.config_file, "overlay": early.overlay}}
     return {name: registry.parse(hints[name], table.get(name, {}), (name,), problems) for name in hints}
 

@@ -75,8 +75,8 @@ def _flops(plan: Plan) -> Table:
     table = _table("term", "FLOPs", "formula")
     for term, value in plan["flops_per_token"].items():
         if term != "total":
-            table.add_row(term, _count(value), FORMULAS.get(term, ""))
-    table.add_row("total", _count(plan["flops_per_token"]["total"]), style="bold")
+            table.add_row(term, _giga(value), FORMULAS.get(term, ""))
+    table.add_row("total", _giga(plan["flops_per_token"]["total"]), style="bold")
     return table
 
 
@@ -122,7 +122,7 @@ def _headlines(plan: Plan) -> Iterable[str]:
     return (
         _count(parameters["total"]),
         _count(parameters["active"]),
-        _count(plan["flops_per_token"]["total"]),
+        _giga(plan["flops_per_token"]["total"]),
         f"{plan['steps']:,}",
         f"{plan['tokens_per_step']:,}",
         _count(plan["tokens"]),
@@ -148,6 +148,10 @@ def _count(n: float) -> str:
     """Four digits and a thousand's letter: 1.129 B."""
     power = min(len(_LETTERS) - 1, max(0, (len(str(int(n))) - 1) // 3))
     return f"{n / 1000**power:.4g}{_LETTERS[power]}"
+
+
+def _giga(n: float) -> str:
+    return f"{n / 1e9:.4g} G"
 
 
 def _size(n: float) -> str:
