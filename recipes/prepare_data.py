@@ -30,10 +30,9 @@ from rich.text import Text
 
 import registry
 from components.data.journal import Journal
-from components.data.preparation import CHUNKS_AHEAD, Preparation, SourceRun, is_prepared, summary, workers
+from components.data.preparation import CHUNKS_AHEAD, Preparation, SourceRun, SourceTable, is_prepared, summary, workers
 from components.data.shards import Manifest, ShardError, ShardSet, token_dtype
 from components.data.sources import SourceError
-from components.data.tokenizers import Tokenizer
 
 BYTES_PER_TOKEN = 4.0  # of English text, roughly: only for the estimate of a dry run
 
@@ -53,12 +52,14 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    plan = read_plan(arguments)
-    tokenizer, chosen = plan.tokenizer.build(), arguments.only or tuple(plan.sources)
+    plan = read_plan(arguments.table, arguments.only)
+    plan = replace(plan, output=replace(plan.output, folder=arguments.output or plan.output.folder))
+    chosen = arguments.only or tuple(plan.sources)
     if arguments.dry_run:
-        return dry_run(plan, chosen, tokenizer)
+        return dry_run(plan, chosen)
     if arguments.verify:
         return verify(plan, chosen)
+    tokenizer = plan.tokenizer.build()
     with workers(arguments.workers, plan.tokenizer) as pool, Journal(Path(plan.output.folder)) as journal:
         for name in chosen:
             if is_prepared(plan, name, tokenizer):
@@ -69,9 +70,9 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
-def read_plan(arguments: Arguments) -> Preparation:
-    """The table as typed values. Raises RecipeError with every problem."""
-    path = Path(arguments.table)
+def read_plan(file: str, only: Sequence[str] = ()) -> Preparation:
+    """A table as typed values. Raises RecipeError with every problem, a name in `only` that it lacks among them."""
+    path = Path(file)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -80,12 +81,12 @@ def read_plan(arguments: Arguments) -> Preparation:
         importlib.import_module(module)
     problems: list[registry.Problem] = []
     plan = registry.parse_fields(Preparation, table, (), problems)
-    for name in arguments.only:
+    for name in only:
         if plan and name not in plan.sources:
             problems.append(registry.Problem(("--only",), registry.unknown("source", name, plan.sources)))
     if problems:
         raise registry.RecipeError(problems)
-    return replace(plan, output=replace(plan.output, folder=arguments.output or plan.output.folder))
+    return plan
 
 
 # Preparing ------------------------------------------------------------------------------------------------------------
@@ -127,29 +128,37 @@ def split_tokens(manifest: Manifest) -> str:
 # Looking, before and after --------------------------------------------------------------------------------------------
 
 
-def dry_run(plan: Preparation, chosen: Sequence[str], tokenizer: Tokenizer) -> int:
-    """What would be taken, from where, how large. Returns 1 if a source cannot be found."""
-    table = Table("source", "share", "read from", "training tokens", "text", "shards", title=f"{plan.output.folder}/")
-    itemsize, disk, wrong = token_dtype(tokenizer.vocab_size).itemsize, 0.0, 0
+def dry_run(plan: Preparation, chosen: Sequence[str]) -> int:
+    """What would be taken, from where, how large. Returns 1 if a source or the tokenizer cannot be found."""
+    table = Table("source", "share", "training tokens", "text", "shards", "read from", title=f"{plan.output.folder}/")
+    vocab_size = plan.tokenizer.config.vocab_size
+    itemsize, disk, problems = token_dtype(vocab_size).itemsize, 0.0, []
     for name in chosen:
-        tokens = plan.target(name)
-        try:
-            where = plan.sources[name].read.build().describe()
-        except SourceError as error:
-            where, wrong = f"cannot be read: {error}", 1
+        tokens, where = plan.target(name), _described(plan.sources[name], problems)
         size = (tokens or 0) / plan.output.splits["train"]
         disk += size * itemsize
-        sizes = (
-            (f"{tokens:,}", f"~{_bytes(size * BYTES_PER_TOKEN)}", _bytes(size * itemsize)) if tokens else ("all",) * 3
-        )
-        table.add_row(name, f"{plan.share(name):.1%}", sizes[0], where, *sizes[1:])
+        sizes = (f"{tokens:,}", f"~{_bytes(size * BYTES_PER_TOKEN)}", _bytes(size * itemsize))
+        table.add_row(name, f"{plan.share(name):.1%}", *(sizes if tokens else ("all",) * 3), where)
     console.print(table)
-    free = shutil.disk_usage(_existing(Path(plan.output.folder))).free
-    console.print(
-        f"Tokenizer {type(tokenizer).__name__}, {tokenizer.vocab_size:,} ids, {itemsize} bytes a token on disk."
-    )
-    console.print(f"Needs {_bytes(disk)} of disk and about 20 bytes a document; {_bytes(free)} are free.")
-    return wrong
+    console.print(f"Tokenizer {plan.tokenizer.name}: {vocab_size:,} ids, {itemsize} bytes a token on disk.")
+    if plan.output.target_tokens:
+        free = shutil.disk_usage(_existing(Path(plan.output.folder))).free
+        console.print(f"Needs {_bytes(disk)} of disk and about 20 bytes a document; {_bytes(free)} are free.")
+    try:
+        plan.tokenizer.build()
+    except ValueError as error:
+        problems.append(str(error))
+    for problem in problems:
+        console.print(f"Not yet: {problem}")
+    return min(len(problems), 1)
+
+
+def _described(source: SourceTable, problems: list[str]) -> str:
+    try:
+        return source.read.build().describe()
+    except SourceError as error:
+        problems.append(str(error))
+        return "not there"
 
 
 def _existing(folder: Path) -> Path:

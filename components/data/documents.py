@@ -49,6 +49,9 @@ class Encoded:
     places: dict[str, str] = field(default_factory=dict)
 
 
+Content = str | list[dict[str, Any]]  # text, or the messages of a conversation
+
+
 class Refused(Exception):
     """Why a document is not taken, in few words, for counting; of a row that is broken, "broken: …"."""
 
@@ -60,8 +63,7 @@ def encode_rows(rows: Sequence[Row | Broken], selection: Selection, tokenizer: T
     for row in rows:
         try:
             content = _content(row, selection)
-            text = content if isinstance(content, str) else text_of(content)
-            _filter(text, selection)
+            text = _filtered(content, selection)
             ids = _encode(content, tokenizer)
             if len(ids) < MIN_DOCUMENT:
                 raise Refused("short")
@@ -76,13 +78,18 @@ def encode_rows(rows: Sequence[Row | Broken], selection: Selection, tokenizer: T
     return Encoded(np.concatenate([*kept, np.empty(0, dtype)]).astype(dtype), lengths, digests, refused, places)
 
 
-def _encode(content: str | list, tokenizer: Tokenizer) -> np.ndarray:
+def filtered_text(row: Row | Broken, selection: Selection) -> str:
+    """The text of a row, as filters and hashes see it. Raises Refused with the reason where it is not taken."""
+    return _filtered(_content(row, selection), selection)
+
+
+def _encode(content: Content, tokenizer: Tokenizer) -> np.ndarray:
     if isinstance(content, str):
         return np.append(tokenizer.encode_to_numpy(content), tokenizer.end_id)
     return np.array([*encode_chat(tokenizer, content), tokenizer.end_id])
 
 
-def _content(row: Row | Broken, selection: Selection) -> str | list[dict[str, Any]]:
+def _content(row: Row | Broken, selection: Selection) -> Content:
     """The text or the messages of a row, if its score is high enough."""
     if isinstance(row, Broken):
         raise Refused(f"broken: {row.reason}")
@@ -125,7 +132,8 @@ def _place(row: Row | Broken) -> str:
     )
 
 
-def _filter(text: str, selection: Selection) -> None:
+def _filtered(content: Content, selection: Selection) -> str:
+    text = content if isinstance(content, str) else text_of(content)
     if not text.strip():
         raise Refused("empty")
     sample = text[:UNIQUE_SAMPLE]
@@ -134,3 +142,4 @@ def _filter(text: str, selection: Selection) -> None:
     symbols = len(text.encode("utf-8", errors="surrogatepass").translate(None, _NO_SYMBOLS))
     if symbols > selection.max_symbols * len(text):
         raise Refused("symbols")
+    return text

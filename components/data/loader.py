@@ -54,10 +54,10 @@ class TrainData:
         self.global_batch_size, self.local_batch_size = global_batch_size, local_batch_size
         self.micro_batches_per_step = global_batch_size // (local_batch_size * world_size)
         self.shards = {name: open_source(source, tokenizer, "train") for name, source in config.sources.items()}
-        self._windows = [shards.windows(seq_len) for shards in self.shards.values()]
+        self._windows = {name: shards.windows(seq_len) for name, shards in self.shards.items()}
         self.mixture = Mixture(
             {name: source.weight for name, source in config.sources.items()},
-            {name: len(windows) for name, windows in zip(config.sources, self._windows, strict=True)},
+            {name: len(windows) for name, windows in self._windows.items()},
             config.seed,
         )
         self._located = lru_cache(maxsize=8)(self._locate_many)
@@ -84,11 +84,16 @@ class TrainData:
         index = np.arange(first, first + self.local_batch_size)
         return pack([self.window(int(i)) for i in index], index, self.config.packing)
 
-    def window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and document starts of sequence `index` of the run."""
+    def where(self, index: int) -> tuple[str, int, int]:
+        """Source, window in it, and pass through it (from 0) of sequence `index` of the run."""
         chunk, inside = divmod(index, LOCATED_AT_ONCE)
         located = self._located(chunk)
-        return self._windows[located.source[inside]].read(int(located.window[inside]))
+        return self.mixture.names[located.source[inside]], int(located.window[inside]), int(located.epoch[inside])
+
+    def window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and document starts of sequence `index` of the run."""
+        name, window, _ = self.where(index)
+        return self._windows[name].read(window)
 
     def epochs(self, step: int) -> dict[str, float]:
         """How often each source has been gone through before `step`."""

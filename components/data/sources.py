@@ -334,7 +334,8 @@ class Hub(Streamed):
     def describe(self) -> str:
         c = self.config
         parts = [c.subset, c.data_dir, *c.data_files[:2], "…" if len(c.data_files) > 2 else None, f"split {c.split}"]
-        where = f"hub {c.path}@{c.revision}" if self._on_hub() else f"local copy {c.path}"
+        elsewhere = f"local copy {c.path}" if Path(c.path).exists() else f"{c.path} files"
+        where = f"hub {c.path}@{c.revision}" if self._on_hub() else elsewhere
         return f"{where} ({', '.join(p for p in parts if p)})"
 
     def _on_hub(self) -> bool:

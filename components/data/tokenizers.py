@@ -177,14 +177,14 @@ def located(path: str) -> Path:
     return Path(path) if Path(path).exists() else REPOSITORY / path
 
 
-def read_ranks(path: str) -> dict[bytes, int]:
+def read_ranks(path: str, remedy: str = "train one with `python -m recipes.train_tokenizer`") -> dict[bytes, int]:
     """Ranks of a tiktoken file: a base64 token and its rank a line.
 
     Raises ValueError if the file is missing, malformed, has a gap in its ranks or lacks one of the 256 bytes.
     """
     file = located(path)
     if not file.is_file():
-        raise ValueError(f"tokenizer file {path} does not exist; train one with `python -m recipes.train_tokenizer`")
+        raise ValueError(f"tokenizer file {path} does not exist; {remedy}")
     try:
         pairs = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -265,7 +265,7 @@ class Qwen(RankTokenizer):
 
     @staticmethod
     def _layout(config: Config) -> Layout:
-        ranks = read_ranks(config.path)
+        ranks = read_ranks(config.path, "docs/data.md says which package carries it")
         if len(ranks) != Qwen.WORDS:
             raise ValueError(f"{config.path} holds {len(ranks)} words but Qwen's vocabulary has {Qwen.WORDS}")
         specials = {name: Qwen.WORDS + i for i, name in enumerate(QWEN_SPECIALS)}
