@@ -49,7 +49,7 @@ def told(config_file: str, *flags: str, **facts) -> list[str]:
 
 
 def test_every_recipe_in_the_repository_is_valid():
-    for path in sorted(p for p in RECIPES.glob("**/*.toml") if not {"scales", "data"} & set(p.parts)):
+    for path in sorted(p for p in RECIPES.glob("**/*.toml") if p.parent.name not in ("scales", "data")):
         assert job(str(path)).training.steps > 0, path
 
 
