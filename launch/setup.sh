@@ -26,16 +26,21 @@ recipe_of_environment() {
 install() {
   local python
   python="$(find_python)"
-  say "Making .venv with $("$python" --version) and installing what constraints.txt lists: torch is the largest part," \
-    "200 MB for a CPU, some GB with CUDA."
+  say "Making .venv with $("$python" --version) and installing what constraints.txt lists. The largest part is torch:" \
+    "200 MB for CPU, some GB with CUDA (launch/environment.md says how to choose)."
   "$python" -m venv --clear .venv
-  # setuptools stands beside pip so that the project itself installs without a second, isolated environment.
-  .venv/bin/python -m pip install "${PIP_QUIET[@]}" --upgrade pip 'setuptools>=77'
-  .venv/bin/python -m pip install "${PIP_QUIET[@]}" --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+  # With setuptools at hand the project itself needs no second, isolated environment to be built in.
+  pip_install 'setuptools>=77'
+  pip_install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
   recipe_of_environment >.venv/made-from
 }
 
-PIP_QUIET=(--disable-pip-version-check --no-warn-script-location --root-user-action=ignore)
+# Progress and errors, without pip's remarks on its own configuration.
+pip_install() {
+  PYTHONWARNINGS=ignore .venv/bin/python -m pip install --disable-pip-version-check --root-user-action=ignore "$@" \
+    2> >(grep --invert-match '^WARNING' >&2)
+}
+
 PYTHON="$PWD/.venv/bin/python"
 if ! recipe_of_environment | cmp --silent - .venv/made-from; then
   install
