@@ -112,9 +112,10 @@ class TrainData:
         return batch.pin_memory() if self.pin_memory else batch
 
     def _warn_of_repeats(self, step: int) -> None:
-        if self.rank != 0:
+        sequences = (step + 1) * self.global_batch_size
+        if self.rank != 0 or sequences <= self.mixture.single_pass or len(self._repeated) == len(self.shards):
             return
-        for name, epochs in self.epochs(step + 1).items():
+        for name, epochs in self.mixture.epochs(sequences).items():
             if epochs > 1 and name not in self._repeated:
                 self._repeated.add(name)
                 log.warning("source %s repeats: step %d begins pass %d through its text", name, step, int(epochs) + 1)

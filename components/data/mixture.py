@@ -17,6 +17,7 @@ Left out on purpose: sampling with replacement, and weights that change during a
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -116,6 +117,11 @@ class Mixture:
         sources, _ = self._source_and_count(block * BLOCK + np.arange(rest, dtype=np.int64))
         counts = block * self.quota + np.bincount(sources, minlength=len(self.names))
         return dict(zip(self.names, counts.tolist(), strict=True))
+
+    @cached_property
+    def single_pass(self) -> int:
+        """Sequences, in whole blocks, that surely take no window twice."""
+        return int((self.windows // self.quota).min()) * BLOCK
 
     def epochs(self, index: int) -> dict[str, float]:
         """How often each source has been gone through after `index` sequences."""

@@ -22,7 +22,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -151,12 +150,6 @@ def write_shard(folder: Path, name: str, split: str, documents: list[np.ndarray]
     return Shard(name, split, int(lengths.sum()), len(documents), hashlib.sha256(tokens).hexdigest())
 
 
-@lru_cache(maxsize=16_384)
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """A file as a read-only array. A mapping holds no file descriptor, so thousands may stay open."""
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
 class ShardSet:
     """The shards of one split of one prepared source, as a row of windows."""
 
@@ -164,6 +157,7 @@ class ShardSet:
         self.folder, self.manifest, self.split = folder, manifest, split
         self.shards = tuple(s for s in manifest.shards if s.split == split)
         self.tokens = sum(s.tokens for s in self.shards)
+        self._mapped: dict[str, np.ndarray] = {}
 
     @staticmethod
     def open(folder: Path | str, split: str) -> "ShardSet":
@@ -190,11 +184,17 @@ class ShardSet:
 
     def shard_tokens(self, shard: Shard) -> np.ndarray:
         """All tokens of a shard, memory-mapped."""
-        return _mapped(self.folder / f"{shard.name}.bin", self.manifest.dtype.str)
+        return self._map(f"{shard.name}.bin", self.manifest.dtype)
 
     def document_starts(self, shard: Shard) -> np.ndarray:
         """int64 (documents + 1,), memory-mapped."""
-        return _mapped(self.folder / f"{shard.name}.idx", "<i8")
+        return self._map(f"{shard.name}.idx", np.dtype("<i8"))
+
+    def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """A mapping holds no file descriptor, so those of thousands of shards may stay open."""
+        if name not in self._mapped:
+            self._mapped[name] = np.asarray(np.memmap(self.folder / name, dtype=dtype, mode="r"))
+        return self._mapped[name]
 
     def windows(self, seq_len: int) -> "Windows":
         return Windows(self, seq_len)
@@ -211,7 +211,7 @@ class ShardSet:
         return [problem for shard in self.shards for problem in self._verify_shard(shard)]
 
     def _verify_shard(self, shard: Shard) -> Iterator[str]:
-        tokens, starts = self.shard_tokens(shard), np.asarray(self.document_starts(shard))
+        tokens, starts = self.shard_tokens(shard), self.document_starts(shard)
         path = self.folder / shard.name
         if hashlib.sha256(tokens).hexdigest() != shard.sha256:
             yield f"shard {path}.bin differs from the hash in its manifest; prepare the source again"
@@ -244,4 +244,4 @@ class Windows:
         tokens = self.shards.shard_tokens(shard)[begin:end].astype(np.int64)
         starts = self.shards.document_starts(shard)
         low, high = np.searchsorted(starts, [begin + 1, end])
-        return tokens, np.asarray(starts[low:high]) - begin
+        return tokens, starts[low:high] - begin
