@@ -9,12 +9,16 @@ any number of documents in the few megabytes of SQLite's page cache. Two differe
 with probability 1e-4.
 """
 
+import fcntl
 import json
 import sqlite3
 from pathlib import Path
 from typing import Any
 
+from components.data.sources import SourceError
+
 NAME = "preparation.sqlite"
+LOCK = "preparation.lock"
 CACHE_MEGABYTES = 64
 
 
@@ -22,7 +26,13 @@ class Journal:
     """The database of one output folder. Use as a context manager."""
 
     def __init__(self, folder: Path):
+        """Raises SourceError while another process prepares into the same folder."""
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system when the process dies
+        except BlockingIOError:
+            raise SourceError(f"another process is preparing into {folder}; wait for it or end it") from None
         self._db = sqlite3.connect(folder / NAME, isolation_level=None)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
@@ -35,6 +45,7 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._db.close()
+        self._lock.close()
 
     def state(self, source: str) -> dict[str, Any] | None:
         """What the last commit of an unfinished source said."""

@@ -277,7 +277,7 @@ class Streamed(Source):
                 if len(rows) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
                     yield Chunk(rows, stream.state_dict())
                     rows, characters = [], 0
-        except (OSError, ValueError, ArithmeticError) as error:  # what pyarrow and the network raise
+        except Exception as error:  # pyarrow, datasets and the network each have their own
             raise SourceError(
                 f"{self.describe()}: reading stopped ({_first_line(error)}); run again to go on"
             ) from error
@@ -290,7 +290,7 @@ class Streamed(Source):
         datasets.disable_progress_bars()
         try:
             return datasets.load_dataset(**self.arguments(), streaming=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # datasets, its builders and the network each have their own
             raise SourceError(f"{self.describe()} cannot be opened: {_first_line(error)}") from error
 
 
@@ -327,7 +327,7 @@ class Hub(Streamed):
 
         try:
             commit = HfApi().dataset_info(self.config.path, revision=self.config.revision).sha
-        except Exception as error:  # the client raises errors of several libraries
+        except Exception as error:  # the client and the network each have their own
             raise SourceError(f"{self.describe()} cannot be reached: {_first_line(error)}") from error
         return Hub(replace(self.config, revision=commit))
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import registry
+from components.data import bundled
 from components.data.config import DataConfig, SourceConfig, check_data, open_source
 from components.data.heldout import SURPLUS, HeldOut
 from components.data.loader import TrainData
@@ -193,6 +195,26 @@ def test_bundled_text_is_tokenized_once_and_no_document_is_in_two_splits(tokeniz
     assert all(ShardSet.open(shards.folder, s).verify() == [] for s in splits)
     text = tokenizer.decode(next(shards.documents())[:-1].tolist())
     assert text.startswith("Fellow") or " " in text
+
+
+def test_processes_that_come_together_tokenize_bundled_text_once(tokenizer, tmp_path, monkeypatch):
+    """Threads stand for the ranks of a host: a file lock holds between open files, whoever opened them."""
+    monkeypatch.setenv("HYMO_DATA_CACHE", str(tmp_path))
+    prepare, calls = bundled._prepare, []
+    monkeypatch.setattr(bundled, "_prepare", lambda *arguments: (calls.append(arguments), prepare(*arguments)))
+    source = SourceConfig(path="assets/corpus/sotu.jsonl.gz")
+    with ThreadPoolExecutor(4) as pool:
+        opened = list(pool.map(lambda _: open_source(source, tokenizer, "train"), range(4)))
+    assert len(calls) == 1 and len({shards.tokens for shards in opened}) == 1
+
+
+def test_a_preparation_of_bundled_text_that_was_killed_is_done_again(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYMO_DATA_CACHE", str(tmp_path))
+    source = SourceConfig(path="assets/corpus/sotu.jsonl.gz")
+    whole = open_source(source, tokenizer, "train")
+    (whole.folder / "manifest.json").unlink()
+    (whole.folder / "train-00000.bin").write_bytes(b"half")
+    assert open_source(source, tokenizer, "train").verify() == []
 
 
 def test_a_small_text_file_that_is_not_what_it_should_be_is_one_sentence(tokenizer, tmp_path, monkeypatch):

@@ -383,6 +383,25 @@ def test_a_source_that_cannot_be_right_is_refused_in_one_sentence(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def test_a_damaged_parquet_file_stops_with_its_name_and_what_was_read_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("components.data.sources.CHUNK_ROWS", 16)
+    read = make_sources(tmp_path)["parquet"]
+    damaged = tmp_path / "hub/train-2.parquet"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[: len(content) // 2])
+    plan = table(tmp_path / "out", {"a": {"read": read}})
+    with pytest.raises(SourceError, match="parquet files"):
+        run(plan)
+    damaged.write_bytes(content)
+    assert run(plan)["a"].counts == {"read": 90, "kept": 90}
+
+
+def test_two_preparations_do_not_write_into_one_folder(tmp_path):
+    with Journal(tmp_path), pytest.raises(SourceError, match="another process is preparing into"):
+        Journal(tmp_path)
+    Journal(tmp_path).__exit__()
+
+
 def test_another_table_or_tokenizer_does_not_go_on_with_what_is_there(tmp_path):
     rows = [{"text": text(i)} for i in range(50)]
     source = {"read": {"name": "jsonl", "files": [str(write_jsonl(tmp_path / "a.jsonl", rows))]}}
