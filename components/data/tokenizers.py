@@ -131,9 +131,9 @@ class RankTokenizer(Tokenizer):
         self.begin_id = layout.specials.get(BEGIN, self.end_id)
         self.pad_id = layout.specials.get(PADDING, self.end_id)
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def _layout(config) -> Layout:
+    def _layout(cls, config) -> Layout:
         """The ids, from the files that `config` names."""
 
     def encode(self, text: str) -> list[int]:
@@ -198,21 +198,27 @@ def read_ranks(path: str, remedy: str = "train one with `python -m recipes.train
     return ranks
 
 
-def _hymo_layout(path: str, vocab_size: int, reserved: int) -> Layout:
-    """Special ids first, `reserved` of them (0 end, 1 begin, 2 padding, chat and think marks, spares), then ranks."""
-    ranks = read_ranks(path)
-    if len(ranks) != vocab_size - reserved:
-        raise ValueError(
-            f"{path} holds {len(ranks)} words but this vocabulary needs {vocab_size - reserved} beside {reserved} "
-            f"special ids ({vocab_size} in all); use the tokenizer that was trained for it"
-        )
-    spares = [f"<|reserved_{i}|>" for i in range(len(SPECIALS), reserved)]
-    specials = {name: i for i, name in enumerate([*SPECIALS, *spares])}
-    return Layout(ranks, reserved, specials, vocab_size, PATTERN)
+class HymoTokenizer(RankTokenizer):
+    """Special ids first (0 end, 1 begin, 2 padding, chat and think marks, spares), then the words."""
+
+    SPECIAL_IDS: int
+
+    @classmethod
+    def _layout(cls, config) -> Layout:
+        ranks = read_ranks(config.path)
+        if len(ranks) != config.vocab_size - cls.SPECIAL_IDS:
+            raise ValueError(
+                f"{config.path} holds {len(ranks)} words but this vocabulary needs "
+                f"{config.vocab_size - cls.SPECIAL_IDS} beside {cls.SPECIAL_IDS} special ids ({config.vocab_size} in "
+                "all); use the tokenizer that was trained for it"
+            )
+        spares = [f"<|reserved_{i}|>" for i in range(len(SPECIALS), cls.SPECIAL_IDS)]
+        specials = {name: i for i, name in enumerate([*SPECIALS, *spares])}
+        return Layout(ranks, cls.SPECIAL_IDS, specials, config.vocab_size, PATTERN)
 
 
 @register("tokenizer", "hymo_bpe_64k")
-class HymoBpe64k(RankTokenizer):
+class HymoBpe64k(HymoTokenizer):
     """The primary's vocabulary of 64,256: ids 0-255 special, then 64,000 words that include every byte."""
 
     SPECIAL_IDS = 256
@@ -225,13 +231,9 @@ class HymoBpe64k(RankTokenizer):
         def __post_init__(self):
             _exactly("hymo_bpe_64k", self.vocab_size, 64_256)
 
-    @staticmethod
-    def _layout(config: Config) -> Layout:
-        return _hymo_layout(config.path, config.vocab_size, HymoBpe64k.SPECIAL_IDS)
-
 
 @register("tokenizer", "hymo_bpe_4k")
-class HymoBpe4k(RankTokenizer):
+class HymoBpe4k(HymoTokenizer):
     """A small vocabulary of 4,096 for runs on a laptop: ids 0-15 special, in the order of the large one."""
 
     SPECIAL_IDS = 16
@@ -243,10 +245,6 @@ class HymoBpe4k(RankTokenizer):
 
         def __post_init__(self):
             _exactly("hymo_bpe_4k", self.vocab_size, 4_096)
-
-    @staticmethod
-    def _layout(config: Config) -> Layout:
-        return _hymo_layout(config.path, config.vocab_size, HymoBpe4k.SPECIAL_IDS)
 
 
 @register("tokenizer", "qwen", example={"path": "assets/tokenizers/hymo_4k.tiktoken"})
@@ -263,8 +261,8 @@ class Qwen(RankTokenizer):
         def __post_init__(self):
             _exactly("qwen", self.vocab_size, 151_936)
 
-    @staticmethod
-    def _layout(config: Config) -> Layout:
+    @classmethod
+    def _layout(cls, config: Config) -> Layout:
         ranks = read_ranks(config.path, "docs/data.md says which package carries it")
         if len(ranks) != Qwen.WORDS:
             raise ValueError(f"{config.path} holds {len(ranks)} words but Qwen's vocabulary has {Qwen.WORDS}")
@@ -287,8 +285,8 @@ class Tiktoken(RankTokenizer):
             if END not in self.specials:
                 raise ValueError(f'specials must hold "{END}", which closes every document')
 
-    @staticmethod
-    def _layout(config: Config) -> Layout:
+    @classmethod
+    def _layout(cls, config: Config) -> Layout:
         ranks = read_ranks(config.path)
         _fits(config.path, config.vocab_size, len(ranks) + len(config.specials))
         specials = {name: len(ranks) + i for i, name in enumerate(config.specials)}
