@@ -1,0 +1,51 @@
+"""The README's worked example, exactly as it stands there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The files that the README shows, in a folder outside the repository; the recipe's parent found from there."""
+    folder = tmp_path_factory.mktemp("example")
+    for name, text in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", README, re.DOTALL):
+        (folder / name).write_text(text.replace('base = "', f'base = "{REPOSITORY}/'))
+    assert sorted(p.name for p in folder.iterdir()) == ["token_shift.py", "token_shift.toml"]
+    return folder
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{folder}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_example_component_trains_through_the_entrypoint(folder):
+    flags = ["--training.steps", "2", "--job.dump_folder", str(folder / "out"), "--validation.batches", "1"]
+    flags += ["--training.global_batch_size", "8", "--validation.prompts", "To be"]
+    done = run(folder, "-m", "recipes.pretrain", "--job.config_file", str(folder / "token_shift.toml"), *flags)
+    assert done.returncode == 0, done.stderr
+    assert "token_shift" in done.stdout and "held-out loss" in done.stdout
+
+
+def test_the_example_component_keeps_the_contract_of_mixers(folder):
+    cases = REPOSITORY / "tests" / "contracts" / "test_mixers.py"
+    program = f"import token_shift, pytest, sys; sys.exit(pytest.main(['-q', '-k', 'token_shift', r'{cases}']))"
+    done = run(folder, "-c", program)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+
+
+def test_every_file_the_readme_links_to_or_runs_exists():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    run = re.findall(r"(?<![\w/])(?:train_configs|launch)/[\w/]+\.(?:toml|sh)", README)
+    assert len(links) > 5 and len(run) > 5
+    assert not [name for name in {*links, *run} if not (REPOSITORY / name).exists()]
