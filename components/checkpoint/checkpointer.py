@@ -36,7 +36,6 @@ from components.checkpoint.folder import (
     set_aside,
     step_folder,
     steps_in,
-    sweep,
     write_marker,
     write_synced,
 )
@@ -182,7 +181,6 @@ class Checkpointer:
         self._prune()
 
     def _prune(self) -> None:
-        sweep(self.root)
         markers = self._markers()
         kept = set(sorted(markers)[-self.keep_latest_k :])  # all of them where keep_latest_k is 0
         if self.keep_best:

@@ -120,17 +120,12 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint. It stops counting at once; `sweep` ends what is killed halfway."""
+    """Delete a checkpoint. It stops counting at once; what is killed halfway, the next removal ends."""
     gone = folder.with_name(f"removed-{folder.name}")
-    sweep(folder.parent)
+    for unfinished in folder.parent.glob("removed-step-*"):
+        shutil.rmtree(unfinished)
     folder.rename(gone)
     shutil.rmtree(gone)
-
-
-def sweep(root: Path) -> None:
-    """Finish removals that were interrupted."""
-    for gone in root.glob("removed-step-*"):
-        shutil.rmtree(gone)
 
 
 def set_aside(folder: Path) -> Path:
