@@ -18,49 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.interfaces import Aux, Context
-from components.kernels.gated_delta_rule.op import gated_delta_rule
-from components.kernels.gated_delta_rule.recurrent import gated_delta_rule_step
-from components.kernels.short_conv.op import short_conv, short_conv_state, short_conv_step
 from components.layers.initial import LINEAR_STD, residual_std
 from components.layers.norm import RMSNorm
 from components.layers.rotary import rotary_angles, rotate
 from components.mixers.cache import RecurrentCache
-from components.parameters import Init, Role, constant, log_uniform, normal, rows, uniform, whole
+from components.mixers.recurrence import Recurrence, convolve, new_recurrent_cache
+from components.parameters import Role, normal, rows, uniform, whole
 from registry import register
-
-DECAY_HIGH = 16.0  # decay rates A are drawn from (0, 16]
-STEP_RANGE = (0.001, 0.1)  # initial step sizes Δ
-
-
-class Recurrence(nn.Module):
-    """The gated delta rule with its per-head scalars A_log, dt_bias and D. o_BTHV comes back in the dtype of v."""
-
-    fp32_unit = True  # a decay near 1 does not survive bf16
-
-    def __init__(self, heads: int, decay_init: str):
-        super().__init__()
-        self.decay_init = decay_init
-        self.A_log = nn.Parameter(torch.empty(heads))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.D = nn.Parameter(torch.empty(heads))
-
-    def roles(self) -> dict[str, Role]:
-        A_log, dt_bias = DECAY_INITS[self.decay_init]
-        inits = {"A_log": A_log, "dt_bias": dt_bias, "D": constant(1.0)}
-        return {name: whole("scalar", name, init) for name, init in inits.items()}
-
-    def forward(self, q, k, v, a, b, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
-        """q, k (B, T, H, K); v (B, T, H, V); a, b (B, T, H). With a cache also the state after the last token."""
-        gates = (a, b, self.A_log, self.dt_bias)
-        if cache is None:
-            o_BTHV, state = gated_delta_rule(q, k, v, *gates, cu_seqlens=ctx.cu_seqlens)
-        elif q.shape[1] == 1:
-            step = (x[:, 0] for x in (q, k, v, a, b))
-            o_BHV, state = gated_delta_rule_step(*step, self.A_log, self.dt_bias, cache.state_BHKV)
-            o_BTHV = o_BHV[:, None]
-        else:
-            o_BTHV, state = gated_delta_rule(q, k, v, *gates, initial_state_BHKV=cache.state_BHKV, return_state=True)
-        return (o_BTHV + self.D[:, None] * v).to(v.dtype), state
 
 
 @register("mixer", "hymo_gdn", example={"inner": 32, "head_dim": 8, "state_dim": 8})
@@ -133,7 +97,7 @@ class HymoGDN(nn.Module):
         self.conv = nn.Parameter(torch.empty(c.inner, c.conv_width))
         self.k_q_gate = nn.Parameter(torch.empty(2 * c.heads * c.state_dim + c.inner, c.inner))
         self.dt_beta = nn.Parameter(torch.empty(2 * c.heads, c.inner))
-        self.recurrence = Recurrence(c.heads, c.decay_init)
+        self.recurrence = Recurrence(c.heads, c.decay_init, skip=True)
         self.norm = RMSNorm(RMSNorm.Config(), dim=c.head_dim)
         self.out = nn.Parameter(torch.empty(dim, c.inner))
 
@@ -153,7 +117,7 @@ class HymoGDN(nn.Module):
     def forward(self, x_BTD: Tensor, ctx: Context, cache: RecurrentCache | None = None) -> tuple[Tensor, Aux]:
         c = self.config
         into = F.linear(x_BTD, self.in_skip)
-        u_BTI, conv_BWI = self._convolve(into[..., : c.inner], ctx, cache)
+        u_BTI, conv_BWI = convolve(into[..., : c.inner], self.conv, ctx, cache)
         width = c.heads * c.state_dim
         k, q, gate_BTI = F.linear(u_BTI, self.k_q_gate).split([width, width, c.inner], -1)
         q, k, v = self._rotate(q, k, u_BTI, ctx)
@@ -163,16 +127,6 @@ class HymoGDN(nn.Module):
             cache.advance(state, conv_BWI, x_BTD.shape[1])
         y_BTD = F.linear(self.norm(o_BTHV).flatten(2) * F.silu(gate_BTI), self.out)
         return (y_BTD + into[..., c.inner :] if c.skip else y_BTD), {}
-
-    def _convolve(self, x_BTI: Tensor, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
-        """The stream u, and with a cache the convolution's next state."""
-        if cache is None:
-            return short_conv(x_BTI, self.conv, cu_seqlens=ctx.cu_seqlens), None
-        if x_BTI.shape[1] == 1:
-            u_BI, state = short_conv_step(x_BTI[:, 0], self.conv, cache.conv_BWC)
-            return u_BI[:, None], state
-        state = short_conv_state(x_BTI, self.config.conv_width, cache.conv_BWC)
-        return short_conv(x_BTI, self.conv, state_BWC=cache.conv_BWC), state
 
     def _rotate(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
@@ -186,27 +140,7 @@ class HymoGDN(nn.Module):
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RecurrentCache:
         c = self.config
-        state = torch.zeros(batch, c.heads, c.state_dim, c.head_dim, dtype=torch.float32, device=device)
-        conv = torch.zeros(batch, c.conv_width - 1, c.inner, dtype=dtype, device=device)
-        return RecurrentCache(state, conv)
-
-
-def _inverse_softplus(y: Tensor) -> Tensor:
-    return y + torch.log(-torch.expm1(-y))
-
-
-def _log_of_uniform(values: Tensor, generator: torch.Generator) -> None:
-    values.uniform_(0.0, DECAY_HIGH, generator=generator).clamp_(min=1e-4).log_()
-
-
-def _log_arange(values: Tensor, generator: torch.Generator) -> None:
-    values.copy_(torch.arange(1, len(values) + 1)).log_()
-
-
-DECAY_INITS: dict[str, tuple[Init, Init]] = {  # of A_log and dt_bias
-    "gdn": (_log_of_uniform, log_uniform(*STEP_RANGE, _inverse_softplus)),
-    "arange": (_log_arange, constant(0.0)),
-}
+        return new_recurrent_cache(batch, (c.heads, c.state_dim, c.head_dim), self.conv, dtype, device)
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:

@@ -1,0 +1,89 @@
+"""What the mixers with a gated delta rule share: the recurrence and its decays, the short convolution before it, the
+decode state of both.
+
+Shapes: B batch, T sequence, C channels, H heads, K key width, V value width, W taps.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from components.interfaces import Context
+from components.kernels.gated_delta_rule.op import gated_delta_rule
+from components.kernels.gated_delta_rule.recurrent import gated_delta_rule_step
+from components.kernels.short_conv.op import short_conv, short_conv_state, short_conv_step
+from components.mixers.cache import RecurrentCache
+from components.parameters import Init, Role, constant, log_uniform, whole
+
+DECAY_HIGH = 16.0  # decay rates A are drawn from (0, 16]
+STEP_RANGE = (0.001, 0.1)  # initial step sizes Δ
+
+
+class Recurrence(nn.Module):
+    """The gated delta rule with its per-head scalars A_log, dt_bias and, with `skip`, D (o + D v). o_BTHV comes back
+    in the dtype of v."""
+
+    fp32_unit = True  # a decay near 1 does not survive bf16
+
+    def __init__(self, heads: int, decay_init: str, skip: bool):
+        super().__init__()
+        self.decay_init = decay_init
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads)) if skip else None
+
+    def roles(self) -> dict[str, Role]:
+        A_log, dt_bias = DECAY_INITS[self.decay_init]
+        inits = {"A_log": A_log, "dt_bias": dt_bias} | ({} if self.D is None else {"D": constant(1.0)})
+        return {name: whole("scalar", name, init) for name, init in inits.items()}
+
+    def forward(self, q, k, v, a, b, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
+        """q, k (B, T, H, K); v (B, T, H, V); a, b (B, T, H). With a cache also the state after the last token."""
+        gates = (a, b, self.A_log, self.dt_bias)
+        if cache is None:
+            o_BTHV, state = gated_delta_rule(q, k, v, *gates, cu_seqlens=ctx.cu_seqlens)
+        elif q.shape[1] == 1:
+            step = (x[:, 0] for x in (q, k, v, a, b))
+            o_BHV, state = gated_delta_rule_step(*step, self.A_log, self.dt_bias, cache.state_BHKV)
+            o_BTHV = o_BHV[:, None]
+        else:
+            o_BTHV, state = gated_delta_rule(q, k, v, *gates, initial_state_BHKV=cache.state_BHKV, return_state=True)
+        o_BTHV = o_BTHV if self.D is None else o_BTHV + self.D[:, None] * v
+        return o_BTHV.to(v.dtype), state
+
+
+def convolve(x_BTC: Tensor, w_CW: Tensor, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
+    """SiLU(CausalConv(x)), and with a cache the convolution's next state (B, W - 1, C)."""
+    if cache is None:
+        return short_conv(x_BTC, w_CW, cu_seqlens=ctx.cu_seqlens), None
+    if x_BTC.shape[1] == 1:
+        u_BC, state = short_conv_step(x_BTC[:, 0], w_CW, cache.conv_BWC)
+        return u_BC[:, None], state
+    state = short_conv_state(x_BTC, w_CW.shape[1], cache.conv_BWC)
+    return short_conv(x_BTC, w_CW, state_BWC=cache.conv_BWC), state
+
+
+def new_recurrent_cache(
+    batch: int, state_HKV: tuple[int, int, int], w_CW: Tensor, dtype: torch.dtype, device: torch.device
+) -> RecurrentCache:
+    """Nothing taken in yet: zero states."""
+    state = torch.zeros(batch, *state_HKV, dtype=torch.float32, device=device)
+    conv = torch.zeros(batch, w_CW.shape[1] - 1, w_CW.shape[0], dtype=dtype, device=device)
+    return RecurrentCache(state, conv)
+
+
+def _inverse_softplus(y: Tensor) -> Tensor:
+    return y + torch.log(-torch.expm1(-y))
+
+
+def _log_of_uniform(values: Tensor, generator: torch.Generator) -> None:
+    values.uniform_(0.0, DECAY_HIGH, generator=generator).clamp_(min=1e-4).log_()
+
+
+def _log_arange(values: Tensor, generator: torch.Generator) -> None:
+    values.copy_(torch.arange(1, len(values) + 1)).log_()
+
+
+DECAY_INITS: dict[str, tuple[Init, Init]] = {  # of A_log and dt_bias
+    "gdn": (_log_of_uniform, log_uniform(*STEP_RANGE, _inverse_softplus)),
+    "arange": (_log_arange, constant(0.0)),
+}
