@@ -11,7 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-Aux = dict[str, Tensor]  # detached statistics of fixed shape, by name; empty for most parts
+# Detached statistics of fixed shape, by name; empty for most parts. The names below are no statistics: they carry
+# gradients, and the model takes them out.
+Aux = dict[str, Tensor]
+LENT = ("lent_keys", "lent_values")  # what a mixer hands to later layers, which find it in their Context
+BALANCE_LOSS = "balance_loss"  # 0-d, a mean over tokens: joins the gradient of the main loss, not its value
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,15 @@ class Context:
 
     position_BT: int64, restarts at 0 at each document. document_BT: int32 document number within the row, or None
     where each row is one document. cu_seqlens: int32, starts of the documents over the flattened B*T tokens, then
-    B*T repeated up to a fixed length; None exactly where document_BT is.
+    B*T repeated up to a fixed length; None exactly where document_BT is. lent_keys, lent_values: what the nearest
+    earlier layer that lends has lent, (B, L, G, K), L positions being T or, in decoding, the cache's capacity.
     """
 
     position_BT: Tensor
     document_BT: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    lent_keys: Tensor | None = None
+    lent_values: Tensor | None = None
 
 
 class Cache(Protocol):

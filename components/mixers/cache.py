@@ -30,13 +30,24 @@ class PositionCache:
         return self.tensors
 
     def visible_BTL(self, length: int) -> Tensor:
-        """Which positions each of the `length` newest tokens may attend to: its own and all before. Bool."""
-        device = self.lengths_B.device
-        query_BT = self.lengths_B[:, None] - length + torch.arange(length, device=device)
-        return torch.arange(self.max_len, device=device) <= query_BT[..., None]
+        """Which positions each of the `length` newest tokens may attend to."""
+        return visible_BTL(self.lengths_B, length, self.max_len)
 
     def reorder(self, index: Tensor) -> None:
         self.tensors = {name: value[index] for name, value in self.tensors.items()}
+        self.lengths_B = self.lengths_B[index]
+
+    def truncate(self, lengths_B: Tensor) -> None:
+        self.lengths_B = torch.minimum(self.lengths_B, lengths_B)
+
+
+class BorrowingCache:
+    """Of a mixer that reads the keys and values of an earlier layer: only how many tokens it has taken in."""
+
+    def __init__(self, batch: int, device: torch.device):
+        self.lengths_B = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    def reorder(self, index: Tensor) -> None:
         self.lengths_B = self.lengths_B[index]
 
     def truncate(self, lengths_B: Tensor) -> None:
@@ -79,3 +90,11 @@ class RecurrentCache:
         if missing.any():
             raise ValueError(f"no snapshot of a recurrent state at lengths {lengths_B.tolist()}; raise `snapshots`")
         self.lengths_B, self._past = lengths_B, []
+
+
+def visible_BTL(lengths_B: Tensor, length: int, max_len: int) -> Tensor:
+    """Which of `max_len` positions each of the `length` newest tokens of rows with `lengths_B` tokens may attend to:
+    its own and all before. Bool."""
+    device = lengths_B.device
+    query_BT = lengths_B[:, None] - length + torch.arange(length, device=device)
+    return torch.arange(max_len, device=device) <= query_BT[..., None]
