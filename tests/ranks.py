@@ -1,7 +1,9 @@
 """Runs functions on several gloo ranks: one launch for many functions, one verdict a function.
 
-A process group in the pytest process itself would abort it now and then at its end, so even one rank has its own.
-    python -m tests.ranks MODULE FOLDER    what each rank runs: every `test_*` of MODULE, with FOLDER
+    python -m tests.ranks RANKS MODULE FOLDER    every `test_*` of MODULE on each rank, with FOLDER if it takes one
+
+Ranks are forks of one process that has imported everything, which takes longer than most tests. A process group in the
+pytest process itself would abort it now and then at its end, so even a single rank is a process of its own.
 """
 
 import importlib
@@ -12,6 +14,8 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +23,7 @@ import torch.distributed as dist
 from components.parallel import process_group
 
 REPOSITORY = Path(__file__).parents[1]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def sentences(module: str) -> list[str]:
@@ -28,49 +33,69 @@ def sentences(module: str) -> list[str]:
 
 def verdicts(ranks: int, module: str, folder: Path) -> dict[str, str]:
     """What each `test_*` of `module` raised on any of `ranks` ranks, "" for nothing."""
-    processes = start(ranks, [sys.executable, "-m", "tests.ranks", module, str(folder)])
-    output = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output)
-    return json.loads((folder / f"{module}.{ranks}.json").read_text())
+    run("tests.ranks", str(ranks), module, str(folder))
+    return json.loads(_report(folder, module, ranks).read_text())
 
 
-def start(ranks: int, command: list[str]) -> list[subprocess.Popen]:
-    """`command` as each of `ranks` ranks, with the environment that torchrun would give it."""
-    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return [
-        subprocess.Popen(
-            command,
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+def run(module: str, *arguments: str) -> str:
+    """What `python -m module` prints; it must end with status 0."""
+    command = [sys.executable, "-m", module, *arguments]
+    environment = os.environ | ENVIRONMENT
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def free_port() -> int:
+def rank_environment(ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set for each of `ranks` ranks."""
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def forked(ranks: int, work: Callable[[], None]) -> list[int]:
+    """Start `work` on each of `ranks` ranks of a new group; their process ids. A rank that raises ends with 1."""
+    children = []
+    for environment in rank_environment(ranks):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(environment)
+            process_group.init(30, "cpu")
+            try:
+                work()
+            except BaseException:
+                traceback.print_exc()
+                process_group.shutdown(1)
+            process_group.shutdown(0)
+        children.append(child)
+    return children
+
+
+def ended(children: list[int]) -> int:
+    """Wait for them all: 0, or the largest status or signal."""
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
+
+
+def _report(folder: Path, module: str, ranks: int) -> Path:
+    return folder / f"{module}.{ranks}.json"
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def main(module: str, folder: str) -> None:
-    place = process_group.init(init_timeout_seconds=30, device_type="cpu")
-    found = {}
-    for name in sentences(module):
-        found[name] = _raised(getattr(importlib.import_module(module), name), Path(folder))
-    reports: list = [None] * place.ranks
+def _try_all(module: str, folder: Path) -> None:
+    """On each rank: every function, then one joint report."""
+    found = {name: _raised(getattr(importlib.import_module(module), name), folder) for name in sentences(module)}
+    reports: list = [None] * dist.get_world_size()
     dist.all_gather_object(reports, found)
-    if place.rank == 0:
+    if dist.get_rank() == 0:
         joint = {name: "\n".join(report[name] for report in reports if report[name]) for name in found}
-        (Path(folder) / f"{module}.{place.ranks}.json").write_text(json.dumps(joint))
-    process_group.shutdown()
+        _report(folder, module, dist.get_world_size()).write_text(json.dumps(joint))
 
 
-def _raised(function, folder: Path) -> str:
+def _raised(function: Callable, folder: Path) -> str:
     try:
         function(*[folder] * len(inspect.signature(function).parameters))
     except Exception:
@@ -79,4 +104,5 @@ def _raised(function, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    importlib.import_module(sys.argv[2])
+    sys.exit(ended(forked(int(sys.argv[1]), partial(_try_all, sys.argv[2], Path(sys.argv[3])))))

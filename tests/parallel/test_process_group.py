@@ -7,12 +7,22 @@ import pytest
 import torch
 
 from components.parallel.process_group import StepWatch, init
-from tests.ranks import REPOSITORY, start
+from tests.ranks import ENVIRONMENT, REPOSITORY, rank_environment
 
 
 def ends(ranks: int, program: str) -> tuple[list[int], str]:
     """The exit statuses of `program` on each of `ranks` ranks, and what they printed."""
-    processes = start(ranks, [sys.executable, "-c", program])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            env=os.environ | ENVIRONMENT | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for environment in rank_environment(ranks)
+    ]
     output = [process.communicate(timeout=60)[0] for process in processes]
     return [process.returncode for process in processes], "".join(output)
 
