@@ -1,10 +1,11 @@
 """The one language model of this repository: an embedding, a stack of blocks written as zones, and its heads.
 
 The recipe's grammar ([model.mixers], [model.ffns], [model.blocks], [model.zones], [model.wires]) is this file's
-Config. The embedding, the final norm, the wires and the loss belong to the root, so that one sharding unit holds
-what the tied head and the embedding share. Shapes: B batch, T sequence, D width, V vocabulary.
+Config. The embedding and its norm, the final norm, the wires and the loss belong to the root, so that one sharding unit
+holds what the tied head and the embedding share. Shapes: B batch, T sequence, D width, V vocabulary.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, NamedTuple
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.data.batch import Batch
-from components.interfaces import Aux, Cache, Context
+from components.interfaces import BALANCE_LOSS, LENT, Aux, Cache, Context
 from components.layers.initial import LINEAR_STD
 from components.losses.targets import IGNORE, target_counts, targets
 from components.models.block import Block
@@ -82,11 +83,16 @@ class StackedLM(nn.Module):
         loss: Annotated[Component, "loss"]  # logits to nats
         ffns: dict[str, Annotated[Component, "ffn"]] = field(default_factory=dict)  # by label
         mtp: Annotated[Component, "mtp"] | None = None  # multi-token prediction
-        wires: dict[str, Annotated[Component, "wire"]] = field(default_factory=dict)  # by label, in order
+        wires: dict[str, Annotated[Component, "wire"] | None] = field(default_factory=dict)  # by label, in order
+        embedding_norm: Annotated[Component, "norm"] | None = None  # between the embedding and the first block
+        residual: float = 0.0  # initial value of learned factors on the residual stream, two a block; 0 for none
         share: tuple[str, ...] = ()  # labels of mixers or ffns that the whole model has once
 
         def __post_init__(self):
-            problems = [*self._dangling(), *self._misfits()]
+            dangling = self._dangling()
+            problems = [*dangling, *self._misfits()]
+            if not dangling:
+                problems += [*self._unlaid_wires(), *self._unlent()]
             if problems:
                 raise RecipeError(problems)
 
@@ -120,6 +126,28 @@ class StackedLM(nn.Module):
                     found += [Problem((table, label), reason)] if reason else []
             return found
 
+        def _unlaid_wires(self) -> list[Problem]:
+            """Wires that cannot lie in this stack."""
+            checked = [(label, w.config) for label, w in self.laid_wires().items() if hasattr(w.config, "check")]
+            reasons = [(label, config.check(self.steps())) for label, config in checked]
+            return [Problem(("wires", label), reason) for label, reason in reasons if reason]
+
+        def _unlent(self) -> list[Problem]:
+            """Mixers that borrow from an earlier layer what no earlier layer lends."""
+            found, lent = {}, None
+            for step in self.steps():
+                label = self.blocks[step.block].mixer
+                config = self.mixers[label].config
+                lent, wanted = getattr(config, "lends", None) or lent, getattr(config, "borrows", None)
+                if wanted and wanted != lent:
+                    what = "no layer before it lends" if lent is None else f"the layer before it lends {lent}"
+                    found[label] = f"borrows keys and values of (heads, width) {wanted}, but {what} (step {step.index})"
+            return [Problem(("mixers", label), reason) for label, reason in found.items()]
+
+        def laid_wires(self) -> dict[str, Component]:
+            """Without those that a child recipe took away."""
+            return {label: wire for label, wire in self.wires.items() if wire is not None}
+
         def steps(self) -> list[Step]:
             return flatten(self.order, self.zones)
 
@@ -139,17 +167,38 @@ class StackedLM(nn.Module):
             are those that one token uses: of the routed experts only the chosen ones."""
             norm = self.norm.config.parameters(self.dim)
             table = {"embedding": (self.dim * self.vocab_size,) * 2, "norm": (norm, norm)}
+            if self.embedding_norm:
+                table["embedding_norm"] = (self.embedding_norm.config.parameters(self.dim),) * 2
             for layer, (label, zone) in enumerate(self._physical()):
-                for kind, part_label, part in self._parts(label):
-                    path = self._part_path(layer, kind, part_label, zone)
-                    table[path] = (part.parameters(self.dim), part.active_parameters(self.dim))
-                    table[f"layers.{layer}.{kind}_norm"] = (norm, norm)
+                table |= self._layer_table(layer, label, zone)
             if self.mtp:
                 config = self.mtp.config
                 table["mtp"] = (config.parameters(self.dim), config.active_parameters(self.dim))
-            for label, wire in self.wires.items():
+            for label, wire in self.laid_wires().items():
                 table[f"wires.{label}"] = (wire.config.parameters(self.dim, self.steps()),) * 2
             return table
+
+        def _layer_table(self, layer: int, block: str, zone: str) -> dict[str, tuple[int, int]]:
+            """The part of `parameter_table` that one physical layer has, or shares with others."""
+            table, norm = {}, self.norm.config.parameters(self.dim)
+            for kind, label, part in self._parts(block):
+                own, shared = f"layers.{layer}.{kind}", self.shared_name(label, zone)
+                counts = (part.parameters(self.dim), part.active_parameters(self.dim))
+                if shared and hasattr(part, "pool_parameters"):
+                    pool = part.pool_parameters(self.dim, self._sharing(shared))
+                    rest = part.parameters(self.dim) - pool[0]
+                    table |= {shared: pool, own: (rest, rest)}
+                else:
+                    table[shared or own] = counts
+                table[f"{own}_norm"] = (norm, norm)
+                if self.residual:
+                    table[f"layers.{layer}.residual_{kind}"] = (1, 1)
+            return table
+
+        def _sharing(self, name: str) -> int:
+            """How many layers have the shared part of this path."""
+            labels = [(part, zone) for block, zone in self._physical() for _, part, _ in self._parts(block)]
+            return sum(self.shared_name(*label) == name for label in labels)
 
         def flops_per_token(self, seq_len: int) -> dict[str, float]:
             """Training FLOPs a token by term: three times what the forward does. The head counts once a loss."""
@@ -173,9 +222,6 @@ class StackedLM(nn.Module):
             if labels.ffn != NO_FFN:
                 yield "ffn", labels.ffn, self.ffns[labels.ffn].config
 
-        def _part_path(self, layer: int, kind: str, label: str, zone: str) -> str:
-            return self.shared_name(label, zone) or f"layers.{layer}.{kind}"
-
         def shared_name(self, label: str, zone: str) -> str | None:
             """The path of a part that a zone or the model has once; None for a part of its own."""
             if label in self.share:
@@ -187,34 +233,39 @@ class StackedLM(nn.Module):
         self.config = config
         self.steps = config.steps()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.embedding_norm = config.embedding_norm.build(dim=config.dim) if config.embedding_norm else None
         self.norm = config.norm.build(dim=config.dim)
         self.head = config.head.build()
         self.loss = config.loss.build()
         self.shared = nn.ModuleDict()  # before `layers`, so that shared parameters are named here
         self.layers = nn.ModuleList(self._block(i, *where) for i, where in enumerate(config._physical()))
         self.mtp = config.mtp.build(dim=config.dim, branches=config.branches()) if config.mtp else None
-        wires = {label: wire.build(dim=config.dim, steps=self.steps) for label, wire in config.wires.items()}
-        self.wires = nn.ModuleDict(wires)
+        wires = config.laid_wires().items()
+        self.wires = nn.ModuleDict({label: wire.build(dim=config.dim, steps=self.steps) for label, wire in wires})
 
     def _block(self, layer: int, label: str, zone: str) -> Block:
         config, labels = self.config, self.config.blocks[label]
         mixer = self._part("mixer", labels.mixer, layer, zone)
         ffn = None if labels.ffn == NO_FFN else self._part("ffn", labels.ffn, layer, zone)
-        return Block(lambda: config.norm.build(dim=config.dim), mixer, ffn)
+        return Block(lambda: config.norm.build(dim=config.dim), mixer, ffn, config.residual)
 
     def _part(self, kind: str, label: str, layer: int, zone: str) -> nn.Module:
-        """A part of the block's own, or the one instance that its zone or the model shares."""
-        config = self.config
-        facts = {"dim": config.dim, "branches": config.branches()}
-        name = config.shared_name(label, zone)
-        if name is not None and name.split(".")[1] in self.shared:
-            return self.shared[name.split(".")[1]]
-        part = (
-            config.mixers[label].build(layer=layer, **facts) if kind == "mixer" else config.ffns[label].build(**facts)
-        )
-        if name is not None:
-            self.shared[name.split(".")[1]] = part
-        return part
+        """A part of the block's own, or the one instance that its zone or the model shares. A class with `pool` shares
+        only the submodule of that name; the rest each layer has."""
+        config, mixer = self.config, kind == "mixer"
+        component = (config.mixers if mixer else config.ffns)[label]
+        facts = {"dim": config.dim, "branches": config.branches()} | ({"layer": layer} if mixer else {})
+        shared = config.shared_name(label, zone)
+        if shared is None:
+            return component.build(**facts)
+        name = shared.split(".")[1]
+        held = dict(self.shared).get(name)
+        if hasattr(component.config, "pool_parameters"):
+            part = component.build(**facts, pool=held)
+            self.shared[name] = part.pool
+            return part
+        self.shared[name] = component.build(**facts) if held is None else held
+        return self.shared[name]
 
     def roles(self) -> dict[str, Role]:
         return {"embedding": whole("embedding", "embedding", normal(LINEAR_STD))}
@@ -233,7 +284,10 @@ class StackedLM(nn.Module):
         sums, aux = [], {}
         for ahead, h_BTD in enumerate(self._heads(batch, aux), start=1):
             sums.append(self.loss(self.norm(h_BTD), self.embedding, targets(batch, ahead), self.head.softcap))
-        return Output(torch.stack(sums), target_counts(batch, len(sums)), aux)
+        counts, balance = target_counts(batch, len(sums)), aux.pop(BALANCE_LOSS, None)
+        if balance is not None:  # a gradient without a value: the loss stays the cross-entropy
+            sums[0] = sums[0] + counts[0] * (balance - balance.detach())
+        return Output(torch.stack(sums), counts, aux)
 
     def logits(self, batch: Batch) -> list[Tensor]:
         """Each head's logits (B, T, V), main head first. For evaluation and tests: the whole table exists."""
@@ -281,30 +335,27 @@ class StackedLM(nn.Module):
             yield from self.mtp(h_BTD, embedded_BT1D[:, 1:], ctx)
 
     def _stack(self, x_BTD: Tensor, ctx: Context, aux: Aux, caches: list[Cache] | None = None) -> Tensor:
+        """The stack's output, from embeddings. The layers' statistics and the sum of balance losses go into `aux`."""
         state: dict[str, Tensor] = {}  # what wires carry from step to step
+        x_BTD = x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
         for step in self.steps:
             for wire in self.wires.values():
                 x_BTD = wire.before(x_BTD, step, state)
             cache = caches[step.index] if caches else None
-            x_BTD, block_aux = self.layers[step.layer](x_BTD, ctx, cache, self._mixer_input(step, state))
+            x_BTD, block_aux = self.layers[step.layer](x_BTD, ctx, cache, self._mixer_input(step))
             for wire in self.wires.values():
                 x_BTD = wire.after(x_BTD, step, state)
+            lent = {name: block_aux.pop(name) for name in LENT if name in block_aux}
+            ctx = dataclasses.replace(ctx, **lent) if lent else ctx
             for name, value in block_aux.items():
-                key = f"layers.{step.layer}.{name}"
+                key = name if name == BALANCE_LOSS else f"layers.{step.layer}.{name}"
                 aux[key] = aux[key] + value if key in aux else value
         return x_BTD
 
-    def _mixer_input(self, step: Step, state: dict[str, Tensor]):
-        """What the wires do to the mixer's input at this step, as a function; None without wires."""
-        if not self.wires:
-            return None
-
-        def change(h_BTD: Tensor) -> Tensor:
-            for wire in self.wires.values():
-                h_BTD = wire.mixer_input(h_BTD, step, state)
-            return h_BTD
-
-        return change
+    def _mixer_input(self, step: Step) -> Tensor | None:
+        """What the wires add to the mixer's input at this step."""
+        added = [x for wire in self.wires.values() if (x := wire.mixer_input(step)) is not None]
+        return sum(added[1:], added[0]) if added else None
 
     @torch.no_grad()
     def update_balance(self, aux: Aux) -> None:
