@@ -52,10 +52,10 @@ def rank_environment(ranks: int) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def forked(ranks: int, work: Callable[[], None]) -> list[int]:
-    """Start `work` on each of `ranks` ranks of a new group; their process ids. A rank that raises ends with 1."""
+def forked(works: list[Callable[[], None]]) -> list[int]:
+    """Start each of `works` as one rank of a new group; their process ids. A rank that raises ends with 1."""
     children = []
-    for environment in rank_environment(ranks):
+    for work, environment in zip(works, rank_environment(len(works)), strict=True):
         child = os.fork()
         if child == 0:
             os.environ.update(environment)
@@ -105,4 +105,4 @@ def _raised(function: Callable, folder: Path) -> str:
 
 if __name__ == "__main__":
     importlib.import_module(sys.argv[2])
-    sys.exit(ended(forked(int(sys.argv[1]), partial(_try_all, sys.argv[2], Path(sys.argv[3])))))
+    sys.exit(ended(forked([partial(_try_all, sys.argv[2], Path(sys.argv[3]))] * int(sys.argv[1]))))

@@ -28,12 +28,12 @@ ROWS = 4
 
 def each_instant(folder: Path) -> int:
     """Kill the save of step 2 at every instant in turn, until it has fewer. Returns how many it has."""
-    assert ended(forked(1, partial(save_next, folder / "0"))) == 0
+    assert ended(forked([partial(save_next, folder / "0")])) == 0
     instant, status = 0, 1
     while status != 0:
         instant += 1
         root = shutil.copytree(folder / "0", folder / str(instant))
-        status = ended(forked(1, partial(save_next, root, killed_at=instant)))
+        status = ended(forked([partial(save_next, root, killed_at=instant)]))
         found = next_run(root, ranks=1)
         assert found in (1, 2), f"killed at instant {instant}: step {found} after step 1"
     assert found == 2
@@ -44,7 +44,7 @@ def any_moment(folder: Path, kills: int = 6) -> int:
     """Kill both ranks at once at a random moment, `kills` times. Returns the newest step."""
     newest, moments = 0, random.Random(0)
     for _ in range(kills):
-        children = forked(2, partial(save_on, folder))
+        children = forked([partial(save_on, folder)] * 2)
         time.sleep(0.3 + 0.5 * moments.random())
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -57,7 +57,7 @@ def any_moment(folder: Path, kills: int = 6) -> int:
 
 def next_run(folder: Path, ranks: int) -> int:
     """The step that a new run goes on from."""
-    assert ended(forked(ranks, partial(go_on, folder))) == 0, "the next run could not go on"
+    assert ended(forked([partial(go_on, folder)] * ranks)) == 0, "the next run could not go on"
     return int(folder.with_suffix(".found").read_text())
 
 
