@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from components.data.documents import Refused, filtered_text
+from components.data.documents import Refused, text_of_row
 from components.data.preparation import Preparation, SourceTable
 from components.data.shards import write_atomically
 from components.data.sources import SourceError
@@ -66,7 +66,7 @@ def take(source: SourceTable, characters: int) -> Iterator[str]:
     for chunk in source.read.build().chunks():
         for row in chunk.rows:
             try:
-                text = filtered_text(row, source.select)
+                text = text_of_row(row, source.select)
             except Refused:
                 continue
             yield text

@@ -64,7 +64,7 @@ def _prepare(file: Path, folder: Path, tokenizer: Tokenizer, name: str) -> None:
     documents: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if len(ids) + 1 >= MIN_DOCUMENT:
-            documents[split_of(digest(text), FRACTIONS)].append(np.array([*ids, tokenizer.end_id]))
+            documents[split_of(digest(text.encode()), FRACTIONS)].append(np.array([*ids, tokenizer.end_id]))
     shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed had left
     folder.mkdir()
     shards = tuple(

@@ -59,34 +59,49 @@ class Refused(Exception):
 def encode_rows(rows: Sequence[Row | Broken], selection: Selection, tokenizer: Tokenizer) -> Encoded:
     """Select, filter, hash and tokenize the rows of a chunk, in order."""
     refused, places = Counter(), {}
-    kept, digests = [], []
+    pieces, lengths, digests = [], [], []
+    end = np.array([tokenizer.end_id], dtype=np.uint32)
     for row in rows:
         try:
-            content = _content(row, selection)
-            text = _filtered(content, selection)
+            content, text = _accepted(row, selection)
             ids = _encode(content, tokenizer)
-            if len(ids) < MIN_DOCUMENT:
+            if len(ids) + 1 < MIN_DOCUMENT:
                 raise Refused("short")
         except Refused as reason:
             refused[str(reason)] += 1
             places.setdefault(str(reason), _place(row))
             continue
-        kept.append(ids)
+        pieces += [ids, end]
+        lengths.append(len(ids) + 1)
         digests.append(digest(text))
-    dtype = token_dtype(tokenizer.vocab_size)
-    lengths = np.array([len(ids) for ids in kept], dtype=np.int64)
-    return Encoded(np.concatenate([*kept, np.empty(0, dtype)]).astype(dtype), lengths, digests, refused, places)
+    tokens = np.concatenate([*pieces, end[:0]]).astype(token_dtype(tokenizer.vocab_size))
+    return Encoded(tokens, np.array(lengths, dtype=np.int64), digests, refused, places)
 
 
-def filtered_text(row: Row | Broken, selection: Selection) -> str:
+def text_of_row(row: Row | Broken, selection: Selection) -> str:
     """The text of a row, as filters and hashes see it. Raises Refused with the reason where it is not taken."""
-    return _filtered(_content(row, selection), selection)
+    return _accepted(row, selection)[1].decode("utf-8", errors="replace")
 
 
 def _encode(content: Content, tokenizer: Tokenizer) -> np.ndarray:
     if isinstance(content, str):
-        return np.append(tokenizer.encode_to_numpy(content), tokenizer.end_id)
-    return np.array([*encode_chat(tokenizer, content), tokenizer.end_id])
+        return tokenizer.encode_to_numpy(content)
+    return np.array(encode_chat(tokenizer, content), dtype=np.uint32)
+
+
+def _accepted(row: Row | Broken, selection: Selection) -> tuple[Content, bytes]:
+    """The content of a row and its text in UTF-8, if the filters let it through."""
+    content = _content(row, selection)
+    text = content if isinstance(content, str) else text_of(content)
+    if not text or text.isspace():
+        raise Refused("empty")
+    sample = text[:UNIQUE_SAMPLE]
+    if len(set(sample)) < selection.min_unique * len(sample):
+        raise Refused("few characters")
+    packed = text.encode("utf-8", errors="surrogatepass")
+    if len(packed.translate(None, _NO_SYMBOLS)) > selection.max_symbols * len(text):
+        raise Refused("symbols")
+    return content, packed
 
 
 def _content(row: Row | Broken, selection: Selection) -> Content:
@@ -130,16 +145,3 @@ def _place(row: Row | Broken) -> str:
     return (
         ", ".join(f"{k} {v!r:.40}" for k, v in row.items() if k in ("id", "path", "url")) or f"fields {', '.join(row)}"
     )
-
-
-def _filtered(content: Content, selection: Selection) -> str:
-    text = content if isinstance(content, str) else text_of(content)
-    if not text.strip():
-        raise Refused("empty")
-    sample = text[:UNIQUE_SAMPLE]
-    if len(set(sample)) < selection.min_unique * len(sample):
-        raise Refused("few characters")
-    symbols = len(text.encode("utf-8", errors="surrogatepass").translate(None, _NO_SYMBOLS))
-    if symbols > selection.max_symbols * len(text):
-        raise Refused("symbols")
-    return text

@@ -12,6 +12,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -231,19 +232,28 @@ class CodeFolder(Files):
         largest: int = 1_000_000  # bytes; larger files are mostly generated
 
     def paths(self) -> list[Path]:
-        folder, taken = Path(self.config.folder), []
-        if not folder.is_dir():
-            raise SourceError(f"{folder} is not a folder; check the path, from {Path.cwd()}")
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in self.config.extensions and path.is_file() and not path.is_symlink():
-                name = path.relative_to(folder).as_posix()
-                if path.stat().st_size <= self.config.largest and not any(
-                    fnmatch(name, e) for e in self.config.exclude
-                ):
-                    taken.append(path)
+        if not Path(self.config.folder).is_dir():
+            raise SourceError(f"{self.config.folder} is not a folder; check the path, from {Path.cwd()}")
+        taken = [Path(entry.path) for entry in self._walk(self.config.folder) if self._wanted(entry)]
         if not taken:
-            raise SourceError(f"{folder} holds no file with an extension of {', '.join(self.config.extensions)}")
+            raise SourceError(
+                f"{self.config.folder} holds no file with an extension of {', '.join(self.config.extensions)}"
+            )
         return taken
+
+    def _walk(self, folder: str) -> Iterator[os.DirEntry]:
+        """Files below a folder, by name; links are not followed. (`rglob` takes seconds for a kernel's sources.)"""
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(entry.path)
+            elif entry.is_file(follow_symlinks=False):
+                yield entry
+
+    def _wanted(self, entry: os.DirEntry) -> bool:
+        if not entry.name.endswith(self.config.extensions) or entry.stat().st_size > self.config.largest:
+            return False
+        name = os.path.relpath(entry.path, self.config.folder) if self.config.exclude else ""
+        return not any(fnmatch(name, pattern) for pattern in self.config.exclude)
 
     def rows(self, path: Path) -> Iterator[Row | Broken]:
         try:

@@ -12,9 +12,9 @@ from components.data.shards import SPLITS
 DIGEST_BYTES = 16
 
 
-def digest(text: str) -> bytes:
-    """16 bytes of blake2b of a text: the first half tells duplicates, the second decides the split."""
-    return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+def digest(text: bytes) -> bytes:
+    """16 bytes of blake2b of a text in UTF-8: the first half tells duplicates, the second decides the split."""
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 def split_of(document: bytes, fractions: Mapping[str, float]) -> str:
