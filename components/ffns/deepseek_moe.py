@@ -20,7 +20,7 @@ from components.ffns.swiglu import SwiGLU
 from components.interfaces import Aux, Context
 from components.kernels.grouped_gemm.op import mixture_of_swiglu
 from components.layers.initial import LINEAR_STD, residual_std
-from components.parameters import Logical, Role, normal, whole
+from components.parameters import Logical, Role, RoleName, normal, whole
 from registry import register
 
 ROUTER_STD = 0.006
@@ -28,7 +28,7 @@ ROW_MULTIPLE = 8  # F.grouped_mm wants row strides in multiples of 16 bytes; 8 b
 
 
 class Router(nn.Module):
-    """Sigmoid scores of every expert, in fp32: near-ties between experts must not be decided by rounding."""
+    """Logits of every expert, in fp32: near-ties between experts must not be decided by rounding."""
 
     fp32_unit = True  # sharded and computed in fp32 whatever the rest of the block uses
 
@@ -41,7 +41,13 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         with _without_tf32():
-            return F.linear(x_ND.to(self.weight.dtype), self.weight).sigmoid()
+            return F.linear(x_ND.to(self.weight.dtype), self.weight)
+
+
+def choice_counts(expert_NK: Tensor, experts: int) -> Tensor:
+    """How often each expert is chosen, int64 (E,)."""
+    chosen = expert_NK.flatten()
+    return chosen.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
 
 @contextmanager
@@ -58,9 +64,9 @@ def _without_tf32():
 class Experts(nn.Module):
     """The routed experts' weights, folded: w13_EDF holds gate and up side by side, w2_EFD the way back."""
 
-    def __init__(self, dim: int, experts: int, hidden: int, out_std: float):
+    def __init__(self, dim: int, experts: int, hidden: int, out_std: float, role: RoleName = "expert"):
         super().__init__()
-        self.experts, self.hidden, self.out_std = experts, hidden, out_std
+        self.experts, self.hidden, self.out_std, self.role = experts, hidden, out_std, role
         self.w13_EDF = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
         self.w2_EFD = nn.Parameter(torch.empty(experts, hidden, dim))
 
@@ -71,8 +77,8 @@ class Experts(nn.Module):
             w13.append(Logical(f"{e}.w3", normal(LINEAR_STD), (e, (0, self.w13_EDF.shape[1]), (f, 2 * f))))
             w2.append(Logical(f"{e}.w2", normal(self.out_std), (e,)))
         return {
-            "w13_EDF": Role("expert", tuple(w13), transposed=True),
-            "w2_EFD": Role("expert", tuple(w2), transposed=True),
+            "w13_EDF": Role(self.role, tuple(w13), transposed=True),
+            "w2_EFD": Role(self.role, tuple(w2), transposed=True),
         }
 
     def forward(self, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor, counts_E: Tensor) -> Tensor:
@@ -135,10 +141,9 @@ class DeepSeekMoE(nn.Module):
 
     def forward(self, x_BTD: Tensor, ctx: Context) -> tuple[Tensor, Aux]:
         x_ND = x_BTD.flatten(0, 1)
-        scores_NE = self.router(x_ND)
+        scores_NE = self.router(x_ND).sigmoid()
         expert_NK = (scores_NE.detach() + self.bias_E).topk(self.config.top_k, -1).indices
-        counts_E = torch.zeros_like(self.bias_E, dtype=torch.int64)
-        counts_E = counts_E.scatter_add(0, expert_NK.flatten(), torch.ones_like(expert_NK.flatten()))
+        counts_E = choice_counts(expert_NK, self.config.experts)
         weight_NK = scores_NE.gather(-1, expert_NK)
         weight_NK = self.config.route_scale * weight_NK / weight_NK.sum(-1, keepdim=True)
         if self.config.capacity_factor and self.training:
