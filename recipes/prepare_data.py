@@ -130,7 +130,10 @@ def split_tokens(manifest: Manifest) -> str:
 
 def dry_run(plan: Preparation, chosen: Sequence[str]) -> int:
     """What would be taken, from where, how large. Returns 1 if a source or the tokenizer cannot be found."""
-    table = Table("source", "share", "training tokens", "text", "shards", "read from", title=f"{plan.output.folder}/")
+    table = Table(title=f"{plan.output.folder}/")
+    for column in ("source", "share", "training tokens", "text", "shards"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("read from", overflow="fold")
     vocab_size = plan.tokenizer.config.vocab_size
     itemsize, disk, problems = token_dtype(vocab_size).itemsize, 0.0, []
     for name in chosen:

@@ -1,5 +1,6 @@
 """The commands around data, and the tables of the real mixtures."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def test_hymo_mixture_is_the_specifications():
     assert [s.weight for s in plan.sources.values()] == weights
     assert plan.sources["fineweb_edu"].select.min_score == 3.0
     assert plan.target("fineweb_edu") / 0.5 >= 57_220 * 524_288, "one pass is enough for the whole run"
+
+
+@pytest.mark.parametrize(
+    ("table", "recipe"), [("data/hymo", "hymo_primary"), ("data/debian", "scales/debian_text")], ids=["hymo", "debian"]
+)
+def test_what_a_table_makes_is_what_the_recipe_reads(table, recipe):
+    plan = prepare_data.read_plan(f"train_configs/{table}.toml")
+    content = tomllib.loads(Path(f"train_configs/{recipe}.toml").read_text())
+    sources = {n: s for n, s in content["data"]["sources"].items() if n != "name"}
+    made = {n: {"path": str(plan.folder(n)), "weight": s.weight} for n, s in plan.sources.items()}
+    assert made == sources
 
 
 def test_the_hub_is_asked_for_the_commit_folder_and_subset_of_the_table():
