@@ -2,6 +2,7 @@
 everything is."""
 
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -73,18 +74,25 @@ def role_table(run: "Run") -> Table:
 def farewell(run: "Run") -> None:
     """The last lines: held-out loss beside the unigram entropy, where things are, how to go on."""
     folder, progress, last = run.job.job.dump_folder, run.progress, run.job.training.steps
-    if progress.validation:
+    if run.held_out and progress.validation:
         loss = progress.validation["validation/loss"]
         print(f"held-out loss {loss:.4f} nats a token; held-out unigram entropy {run.held_out.unigram_entropy():.4f}")
-    print(f"{'done' if progress.step == last else 'stopped'} after step {progress.step} of {last}")
+    done = progress.step >= last
+    print(f"{'done' if done else 'stopped'} after step {progress.step} of {last}")
     print(f"logs: {folder}/metrics.jsonl, tensorboard --logdir {folder}/tb")
     if run.checkpoints:
         print(f"checkpoints: {run.checkpoints.root}")
-        done = progress.step == last
-        more = f" --training.steps {2 * last}" if done else ""
-        print(f"{'train longer' if done else 'resume'}: python -m recipes.pretrain {' '.join(sys.argv[1:])}{more}")
+        more = f" --training.steps {2 * progress.step}" if done else ""
+        print(f"{'train longer' if done else 'resume'}: {_command(run)}{more}")
     else:
         print(f"no checkpoints were asked for ([checkpoint] enable); recipe: {os.path.join(folder, 'recipe.toml')}")
+
+
+def _command(run: "Run") -> str:
+    """What starts this run again, on as many ranks."""
+    ranks = run.place.ranks
+    launcher = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
+    return shlex.join([*launcher.split(), "-m", "recipes.pretrain", *sys.argv[1:]])
 
 
 def _runs(config: StackedLM.Config):

@@ -3,14 +3,16 @@
     python -m recipes.pretrain --job.config_file train_configs/hymo_debug.toml
     torchrun --nproc_per_node=4 -m recipes.pretrain --job.config_file train_configs/hymo_primary.toml
 
-Top to bottom: `main` (the process), `train` (the run), `train_step` (one update), then what hangs off the loop:
-logging, validation, checkpoints. Everything that is computed lives in components.
+Top to bottom: `main` (the process), `train` (the run), `loop` and `train_step` (one update), then what hangs off the
+loop: logging, validation, checkpoints. Everything that is computed lives in components.
 """
 
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -44,6 +46,7 @@ from recipes.job import Job, load_or_exit, refused_changes, to_table, write_reso
 from recipes.validate import continue_prompt, validate
 
 FORMAT = 1  # of what `save` writes beside the tensors
+LARGE_NORM = 10.0  # of the gradient before clipping: worth a warning
 
 
 class TrainingStopped(Exception):
@@ -75,15 +78,16 @@ class Run:
     data: TrainData
     held_out: HeldOut | None
     checkpoints: Checkpointer | None
+    stop: StopRequest
     progress: Progress = field(default_factory=Progress)
-    stop: StopRequest = field(default_factory=StopRequest)
 
 
 def main(arguments: list[str]) -> None:
     job = load_or_exit(arguments)
     place = init(job.comm.init_timeout_seconds)
+    stop = StopRequest()  # listens to the very end: a signal after the last step must not fail a run that is done
     try:
-        train(job, place)
+        train(job, place, stop)
     except (CheckpointError, TrainingStopped) as error:
         if place.rank == 0:
             print(f"stopped: {error}", file=sys.stderr, flush=True)
@@ -91,27 +95,30 @@ def main(arguments: list[str]) -> None:
     shutdown(0)
 
 
-def train(job: Job, place: Place) -> None:
-    """The run: build, resume, step until done or asked to stop, say where everything is."""
-    run = build(job, place)
-    progress, last = run.progress, job.training.steps
+def train(job: Job, place: Place, stop: StopRequest) -> Run:
+    """The run: build, resume, step until done or asked to stop, say where everything is. Returns it as it ended."""
+    run = build(job, place, stop)
     restore(run)
     if place.rank == 0:
         write_resolved(job, job.job.dump_folder)
         banner(run)
-    log = MetricLog.open(
-        job.job.dump_folder,
-        rank=place.rank,
-        steps=last,
-        restored_step=progress.step,
-        enable_tensorboard=job.metrics.enable_tensorboard,
-    )
-    meter, watch = Meter(run), StepWatch(job.comm.init_timeout_seconds, place.rank)
-    with profiler(job, place) as trace:
+    watch = StepWatch(job.comm.init_timeout_seconds, place.rank)
+    with closing(open_log(run)) as log, closing(watch), profiler(job, place) as trace:
+        loop(run, log, watch, trace)
+    if place.rank == 0:
+        farewell(run)
+    return run
+
+
+def loop(run: Run, log: MetricLog, watch: StepWatch, trace: Profiler) -> None:
+    """Steps, and what is due after each, until the last one or until some rank was asked to stop."""
+    job, progress, last = run.job, run.progress, run.job.training.steps
+    meter = Meter(run)
+    try:
         while progress.step < last:
             watch.step(progress.step + 1)
             step = train_step(run, meter)
-            if progress.step == 1 or due(progress.step, job.metrics.log_freq, last):
+            if logged(run):
                 log.log(progress.step, meter.values(step))
             if run.held_out and due(progress.step, job.validation.freq, last):
                 log_validation(run, log)
@@ -122,12 +129,14 @@ def train(job: Job, place: Place) -> None:
                 break
             set_timeout(job.comm.train_timeout_seconds)
             watch.step(progress.step, job.comm.train_timeout_seconds)
-    if run.checkpoints:
-        run.checkpoints.wait()
-    watch.close()
-    log.close()
-    if place.rank == 0:
-        farewell(run)
+    finally:
+        if run.checkpoints:
+            run.checkpoints.wait()
+
+
+def logged(run: Run) -> bool:
+    """Whether the step just made gets a line: the first one shows at once that a run is alive."""
+    return run.progress.step == 1 or due(run.progress.step, run.job.metrics.log_freq, run.job.training.steps)
 
 
 def due(step: int, interval: int, last: int) -> bool:
@@ -137,7 +146,7 @@ def due(step: int, interval: int, last: int) -> bool:
 # Building -------------------------------------------------------------------------------------------
 
 
-def build(job: Job, place: Place) -> Run:
+def build(job: Job, place: Place, stop: StopRequest) -> Run:
     """Model, optimizer, data and checkpoints as the recipe says, at their initial values."""
     set_numerics(job)
     training, tokenizer = job.training, job.tokenizer.build()
@@ -154,8 +163,11 @@ def build(job: Job, place: Place) -> Run:
     model = prepare_model(
         job.model,
         parallelism=job.parallelism,
+        moe_mixed_precision=job.moe_mixed_precision,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
+        cuda_graph=job.cuda_graph,
+        micro_batch=(training.local_batch_size, training.seq_len),
         dtype=getattr(torch, training.dtype),
         seed=job.debug.seed,
         device=place.device,
@@ -172,6 +184,7 @@ def build(job: Job, place: Place) -> Run:
         data=data,
         held_out=held_out(job, tokenizer) if job.validation.enable else None,
         checkpoints=checkpoints(job) if job.checkpoint.enable else None,
+        stop=stop,
     )
 
 
@@ -203,6 +216,16 @@ def checkpoints(job: Job) -> Checkpointer:
     )
 
 
+def open_log(run: Run) -> MetricLog:
+    return MetricLog.open(
+        run.job.job.dump_folder,
+        rank=run.place.rank,
+        steps=run.job.training.steps,
+        restored_step=run.progress.step,
+        enable_tensorboard=run.job.metrics.enable_tensorboard,
+    )
+
+
 def profiler(job: Job, place: Place) -> Profiler:
     return Profiler(
         job.job.dump_folder,
@@ -220,10 +243,11 @@ def profiler(job: Job, place: Place) -> Profiler:
 class Step:
     """What one optimizer step gave, the same on every rank."""
 
-    losses: list[float]  # nats per target: main head, then each MTP depth
+    losses: list[float]  # nats per target: main head, then each MTP depth; 0 where the batch has no target for one
     grad_norm: float  # before clipping
     factor: float  # of the schedule
     counts: dict[str, list[float]]  # choices of each expert, by layer
+    updated: bool  # False where it was skipped
     stop: bool  # somebody asked the run to stop
 
 
@@ -240,19 +264,17 @@ def train_step(run: Run, meter: "Meter") -> Step:
     everywhere = reduce_scalars(
         {"losses": sums, "stop": run.stop.flag, **aux}, {"norm": norm, "targets": counts}, device=run.place.device
     )
-    losses = [total / count for total, count in zip(everywhere["losses"], everywhere["targets"], strict=True)]
+    losses = [total / max(count, 1) for total, count in zip(everywhere["losses"], everywhere["targets"], strict=True)]
+    norm, choices = everywhere["norm"], {name: everywhere[name] for name in aux}
     factor = run.schedule.factor(progress.step, training.steps)
     progress.step += 1
-    if math.isfinite(everywhere["norm"]) and all(map(math.isfinite, losses)):
-        run.optimizer.step(factor, measure=due(progress.step, run.job.metrics.log_freq, training.steps))
-        choices = {name: torch.tensor(everywhere[name], device=run.place.device) for name in aux}
-        run.model.update_balance(choices)
-        progress.tokens += training.global_batch_size * training.seq_len
-        progress.skipped_in_a_row = 0
+    finite = all(map(math.isfinite, [norm, *losses]))
+    if finite:
+        update(run, factor, norm, choices)
     else:
-        skip(run, losses, everywhere["norm"])
+        skip(run, losses, norm)
     run.optimizer.zero_grad()
-    return Step(losses, everywhere["norm"], factor, {name: everywhere[name] for name in aux}, everywhere["stop"] > 0)
+    return Step(losses, norm, factor, choices, updated=finite, stop=everywhere["stop"] > 0)
 
 
 def global_target_counts(run: Run, batches: list[Batch]) -> Tensor:
@@ -277,6 +299,17 @@ def accumulate_gradients(run: Run, batches: list[Batch], counts: Tensor) -> tupl
         for name, value in output.aux.items():
             aux[name] = aux[name] + value if name in aux else value
     return sums, aux
+
+
+def update(run: Run, factor: float, norm: float, choices: dict[str, list[float]]) -> None:
+    """Move weights and routing biases by the gradients in `.grad`."""
+    progress, place = run.progress, run.place
+    if norm > LARGE_NORM and place.rank == 0:
+        print(f"step {progress.step}: gradient norm {norm:.1f} before clipping", file=sys.stderr, flush=True)
+    run.optimizer.step(factor, measure=logged(run))
+    run.model.update_balance({name: torch.tensor(counts, device=place.device) for name, counts in choices.items()})
+    progress.tokens += run.job.training.tokens_per_step
+    progress.skipped_in_a_row = 0
 
 
 def skip(run: Run, losses: list[float], norm: float) -> None:
@@ -306,17 +339,13 @@ class Meter:
         self.peak = peak_tflops(torch.cuda.get_device_name(run.place.device)) if on_cuda else None
         self._data_seconds = 0.0
         self._since, self._first_step = time.perf_counter(), run.progress.step
-        self._enter = 0.0
 
-    def waiting(self) -> "Meter":
-        """A context in which the loop waits for data."""
-        return self
-
-    def __enter__(self) -> None:
-        self._enter = time.perf_counter()
-
-    def __exit__(self, *error) -> None:
-        self._data_seconds += time.perf_counter() - self._enter
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the loop waits for data."""
+        since = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - since
 
     def values(self, step: Step) -> dict[str, float | None]:
         """The line of a logged step, by the names of metrics.jsonl. Times are since the line before."""
@@ -329,11 +358,13 @@ class Meter:
         values |= self._speed()
         values |= memory_values(run.place.device)
         values |= {f"lr/{role}": rate for role, rate in run.optimizer.learning_rates(step.factor).items()}
-        values |= {f"update_rms/{role}": rms.item() for role, rms in run.optimizer.update_rms().items()}
-        for name, counts in step.counts.items():
-            layer = name.split(".")[1]
-            values |= {f"moe/{layer}/{k}": v for k, v in load_statistics(counts).items()}
-            values[f"moe/{layer}/bias_norm"] = run.model.layers[int(layer)].ffn.bias_E.norm().item()
+        if step.updated:
+            values |= {f"update_rms/{role}": rms for role, rms in on_host(run.optimizer.update_rms()).items()}
+        biases = {name: run.model.layers[int(name.split(".")[1])].ffn.bias_E.norm() for name in step.counts}
+        for name, bias_norm in on_host(biases).items():
+            prefix = f"moe/{name.split('.')[1]}"
+            values |= {f"{prefix}/{key}": value for key, value in load_statistics(step.counts[name]).items()}
+            values[f"{prefix}/bias_norm"] = bias_norm
         return values
 
     def _speed(self) -> dict[str, float | None]:
@@ -345,6 +376,11 @@ class Meter:
         data = self._data_seconds / steps
         self._since, self._first_step, self._data_seconds = now, run.progress.step, 0.0
         return {**asdict(speed), "time/step": seconds / steps, "time/data": data, "time/data_share": share}
+
+
+def on_host(values: dict[str, Tensor]) -> dict[str, float]:
+    """Numbers from the device with one wait for all of them."""
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)) if values else {}
 
 
 def log_validation(run: Run, log: MetricLog) -> None:
@@ -364,8 +400,8 @@ def save(run: Run) -> None:
     """A checkpoint of this step; the best so far if it was just validated and no saved one had a lower loss."""
     progress = run.progress
     validated = run.held_out and due(progress.step, run.job.validation.freq, run.job.training.steps)
-    loss = progress.validation.get("validation/loss") if validated else None
-    best = loss is not None and (progress.best_loss is None or loss < progress.best_loss)
+    loss = progress.validation["validation/loss"] if validated else math.nan
+    best = loss < (math.inf if progress.best_loss is None else progress.best_loss)  # False for nan
     progress.best_loss = loss if best else progress.best_loss
     values = {
         "format": FORMAT,
@@ -388,10 +424,10 @@ def restore(run: Run) -> None:
 
     Raises CheckpointError where the recipe or the tokenizer is not the checkpoint's.
     """
-    section = run.job.checkpoint
-    if run.checkpoints is None:
-        return
-    step = run.checkpoints.latest() if section.load_step == -1 else section.load_step
+    asked = run.job.checkpoint.load_step
+    step = None
+    if run.checkpoints:
+        step = run.checkpoints.latest() if asked == -1 else asked
     if step is None:
         load_weights(run)
         return
@@ -400,17 +436,13 @@ def restore(run: Run) -> None:
     run.checkpoints.load(step, tensors(run))
     run.optimizer.steps = values["optimizer_steps"]
     restore_random_states(values["random_states"])
-    for name, value in values["progress"].items():
-        setattr(run.progress, name, value)
+    run.progress = Progress(**values["progress"])
 
 
 def refuse_another_run(run: Run, step: int, values: dict) -> None:
     """A resumed run must mean what it meant before."""
     where = f"checkpoint {step} in {run.checkpoints.root}"
-    if values.get("format") != FORMAT:
-        raise CheckpointError(f"{where} has format {values.get('format')}, this version reads {FORMAT}")
-    if values["tokenizer"] != run.tokenizer.hash:
-        raise CheckpointError(f"{where} was trained with another tokenizer; use the one it names in its recipe")
+    refuse_another_tokenizer(run, where, values)
     changed = refused_changes(values["recipe"], to_table(run.job))
     if changed and not run.job.checkpoint.allow_changes:
         raise CheckpointError(
@@ -419,8 +451,16 @@ def refuse_another_run(run: Run, step: int, values: dict) -> None:
         )
 
 
+def refuse_another_tokenizer(run: Run, where: str, values: dict) -> None:
+    """Weights mean nothing under other token ids, even where the shapes agree."""
+    if values.get("format") != FORMAT:
+        raise CheckpointError(f"{where} has format {values.get('format')}, this version reads {FORMAT}")
+    if values["tokenizer"] != run.tokenizer.hash:
+        raise CheckpointError(f"{where} was trained with another tokenizer; use the one it names in its recipe")
+
+
 def load_weights(run: Run) -> None:
-    """Start from the weights of another run's checkpoint ([checkpoint] initial_load_path)."""
+    """Start from the weights of another run's checkpoint ([checkpoint] initial_load_path), if the recipe names one."""
     section = run.job.checkpoint
     if section.initial_load_path is None:
         return
@@ -429,12 +469,8 @@ def load_weights(run: Run) -> None:
     step = source.latest() if step is None else step
     if step is None:
         raise CheckpointError(f"no checkpoint in {folder} ([checkpoint] initial_load_path)")
-    source.load(
-        step,
-        model_state(run.model),
-        strict=not section.initial_load_partial,
-        ignore=("optimizer.",),
-    )
+    refuse_another_tokenizer(run, f"checkpoint {step} in {folder}", source.values(step))
+    source.load(step, model_state(run.model), strict=not section.initial_load_partial, ignore=("optimizer.",))
 
 
 if __name__ == "__main__":

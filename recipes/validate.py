@@ -5,9 +5,12 @@ tokenizers compare. Every rank takes its share of the fixed batches; one reducti
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from components.data.batch import Batch
 from components.data.heldout import SURPLUS, HeldOut
@@ -23,20 +26,36 @@ TEMPERATURE = 0.8
 
 def validate(model: StackedLM, held_out: HeldOut, place: Place) -> dict[str, float]:
     """Metrics by their names in metrics.jsonl. `validation/loss` and its kin are over all sources' targets together."""
-    model.eval()
     bytes_V = torch.as_tensor(held_out.byte_lengths, device=place.device)
     sums: dict[str, Tensor] = {}
-    for source in held_out.sources:
-        for number, batch in enumerate(held_out.batches(source, place.rank, place.ranks)):
-            part = _score(model, batch.to(place.device), bytes_V)
-            if number == 0 and model.mtp is not None:
-                # every rank runs it, since sharded weights are gathered; only rank 0's, the first row, counts
-                part |= {k: v * (place.rank == 0) for k, v in _score_mtp(model, batch.to(place.device)).items()}
-            for name, value in part.items():
-                key = f"{source}/{name}"
-                sums[key] = sums[key] + value if key in sums else value
-    model.train()
+    with evaluating(model):
+        for source in held_out.sources:
+            for number, batch in enumerate(held_out.batches(source, place.rank, place.ranks)):
+                part = _score(model, batch.to(place.device), bytes_V)
+                if number == 0 and model.mtp is not None:
+                    # every rank runs it, since sharded weights are gathered; only rank 0's, the first row, counts
+                    part |= {k: v * (place.rank == 0) for k, v in _score_mtp(model, batch.to(place.device)).items()}
+                for name, value in part.items():
+                    key = f"{source}/{name}"
+                    sums[key] = sums[key] + value if key in sums else value
     return _metrics(reduce_scalars(sums, device=place.device), held_out.sources)
+
+
+@contextmanager
+def evaluating(model: StackedLM) -> Iterator[None]:
+    """Evaluation mode, and back to training with the sharded fp32 weights in their places.
+
+    A forward that no backward follows leaves gathered weights there, in the compute dtype; the next checkpoint would
+    save these.
+    """
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _score(model: StackedLM, batch: Batch, bytes_V: Tensor) -> dict[str, Tensor]:
@@ -77,11 +96,11 @@ def _metrics(sums: dict, sources: tuple[str, ...]) -> dict[str, float]:
         metrics |= _losses(sums, (source,), f"validation/{source}")
     nats, count = _total(sums, sources, "nats"), _total(sums, sources, "targets")
     for d in range(1, len(nats)):
-        metrics[f"validation/loss_mtp/{d}"] = nats[d] / count[d]
+        metrics[f"validation/loss_mtp/{d}"] = _ratio(nats[d], count[d])
         tried, agreed = _total(sums, sources, "tried"), _total(sums, sources, "agreed")
-        metrics[f"validation/acceptance_mtp/{d}"] = agreed[d - 1] / tried[d - 1]
+        metrics[f"validation/acceptance_mtp/{d}"] = _ratio(agreed[d - 1], tried[d - 1])
         gradients = _total(sums, sources, "gradients")
-        metrics[f"validation/gradient_ratio_mtp/{d}"] = math.sqrt(gradients[d] / gradients[0])
+        metrics[f"validation/gradient_ratio_mtp/{d}"] = math.sqrt(_ratio(gradients[d], gradients[0]))
     return metrics
 
 
@@ -96,6 +115,11 @@ def _losses(sums: dict, sources: tuple[str, ...], prefix: str) -> dict[str, floa
     }
 
 
+def _ratio(part: float, whole: float) -> float:
+    """nan where there is nothing to divide by: windows too short for a depth, a model that is no longer finite."""
+    return part / whole if whole else math.nan
+
+
 def _total(sums: dict, sources: tuple[str, ...], name: str) -> list[float]:
     """A vector summed over sources."""
     return [sum(values) for values in zip(*(sums[f"{s}/{name}"] for s in sources), strict=True)]
@@ -105,13 +129,14 @@ def _total(sums: dict, sources: tuple[str, ...], name: str) -> list[float]:
 def continue_prompt(model: StackedLM, tokenizer: Tokenizer, prompt: str, place: Place, dtype: torch.dtype) -> str:
     """`prompt` with SAMPLE_TOKENS more, drawn at TEMPERATURE. Collective: every rank draws the same, from a seed of its
     own, so that a run's random state is not touched."""
-    model.eval()
     ids = tokenizer.encode(prompt)
     generator = torch.Generator().manual_seed(0)
     caches = model.new_caches(1, len(ids) + SAMPLE_TOKENS, dtype)
-    for i in range(SAMPLE_TOKENS):
-        new = ids if i == 0 else ids[-1:]
-        logits = model.extend(torch.tensor([new], device=place.device), caches)[0].float().cpu()
-        ids.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
-    model.train()
+    with evaluating(model):
+        for i in range(SAMPLE_TOKENS):
+            new = ids if i == 0 else ids[-1:]
+            logits = model.extend(torch.tensor([new], device=place.device), caches)[0].float().cpu()
+            if not logits.isfinite().all():
+                break  # the model is broken, which the loop will say; a sample must not be what ends the run
+            ids.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
     return tokenizer.decode(ids)
