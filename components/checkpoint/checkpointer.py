@@ -72,7 +72,9 @@ class Checkpointer:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The gloo group of all ranks, for other small exchanges beside a save (random states)."""
+        """The gloo group of all ranks, for small exchanges beside a save (random states). Waits for a save in the
+        background: two threads must not use one group at once."""
+        self.wait()
         return self._group
 
     def save(self, step: int, tensors: Views, values: Values, *, best: bool = False) -> None:
@@ -85,12 +87,11 @@ class Checkpointer:
         self.wait()
         if step == self._at:
             return
-        before, self._at, self._verified = self._at, step, None
         text = json.dumps(values)
         if self._background is None:
-            self._write(step, before, tensors, text, best)
+            self._write(step, tensors, text, best)
         else:
-            self._writing = self._background.submit(self._write, step, before, _copied(tensors), text, best)
+            self._writing = self._background.submit(self._write, step, _copied(tensors), text, best)
 
     def wait(self) -> None:
         """Until a save in the background is complete; raises what it raised."""
@@ -155,22 +156,23 @@ class Checkpointer:
 
     # The steps of a save ------------------------------------------------------------------------------
 
-    def _write(self, step: int, before: int, tensors: Views, values: str, best: bool) -> None:
+    def _write(self, step: int, tensors: Views, values: str, best: bool) -> None:
         folder = step_folder(self.root, step)
-        self._on_first(lambda: self._begin(folder, before, values))
+        self._on_first(lambda: self._begin(folder, values))
         dcp.write(folder, tensors, self._group)
-        rank = dist.get_rank(self._group)
-        mine = file_facts(folder, [path.name for path in folder.glob(f"__{rank}_*.distcp")])
-        facts = {name: fact for part in self._gather(mine) for name, fact in part.items()}
-        self._on_first(lambda: self._finish(folder, Marker(step, best, facts)))
+        own = f"__{dist.get_rank(self._group)}_*.distcp"
+        facts = self._on_all(lambda: file_facts(folder, [path.name for path in folder.glob(own)]))
+        files = {name: fact for part in facts for name, fact in part.items()}
+        self._on_first(lambda: self._finish(folder, Marker(step, best, files)))
+        self._at, self._verified = step, None
 
-    def _begin(self, folder: Path, before: int, values: str) -> None:
-        """Make way for `folder`: nothing that is newer than step `before`, where this run goes on from, may stay."""
+    def _begin(self, folder: Path, values: str) -> None:
+        """Make way for `folder`: nothing may stay that is newer than what this run saved or restored last."""
         for step in steps_in(self.root):
             other = step_folder(self.root, step)
-            if step > before and is_remains(other):
+            if step > self._at and is_remains(other):
                 remove(other)
-            elif step > before:
+            elif step > self._at:
                 log.warning("%s is no part of this run's history: renamed to %s", other, set_aside(other).name)
         folder.mkdir(parents=True)
         write_synced(folder / VALUES, values)
@@ -208,32 +210,41 @@ class Checkpointer:
         marker = self._on_first(lambda: read_marker(folder))
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         mine = dict(list(marker.files.items())[rank::ranks])
-        found = [clause for clause in self._gather(damage(folder, mine)) if clause]
+        found = [clause for clause in self._on_all(lambda: damage(folder, mine)) if clause]
         if found:
             raise CheckpointError(f"{folder} is damaged: {found[0]}")
         self._verified = step
 
     def _all_shapes(self, tensors: Views) -> dict[str, tuple[int, ...]]:
-        parts = self._gather({name: view.shape for name, view in tensors.items()})
+        parts = self._on_all(lambda: {name: view.shape for name, view in tensors.items()})
         return {name: shape for part in parts for name, shape in part.items()}
 
-    def _gather(self, value: T) -> list[T]:
-        values: list = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+    def _on_all(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on each rank, on every rank; one rank's exception is raised on all instead of a hang."""
+        outcomes: list = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(outcomes, self._outcome(work), group=self._group)
+        return [_value(outcome) for outcome in outcomes]
 
     def _on_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives on rank 0; an exception there is raised on every rank instead of a hang."""
-        box: list = [None, None]
-        if dist.get_rank(self._group) == 0:
-            try:
-                box[0] = work()
-            except (OSError, ValueError) as error:
-                box[1] = error if isinstance(error, CheckpointError) else CheckpointError(f"{self.root}: {error}")
+        """What `work` gives on rank 0, on every rank; so is its exception."""
+        box = [self._outcome(work) if dist.get_rank(self._group) == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self._group)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
+        return _value(box[0])
+
+    def _outcome(self, work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+        try:
+            return work(), None
+        except CheckpointError as error:
+            return None, error
+        except Exception as error:
+            return None, CheckpointError(f"{self.root}: {error}")
+
+
+def _value(outcome: tuple[T | None, CheckpointError | None]) -> T:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
 def _best(markers: dict[int, Marker]) -> int | None:
