@@ -18,6 +18,7 @@ import sqlite3
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,6 +194,9 @@ def command(arguments: list[str] | None = None) -> int:
         return main(tyro.cli(Arguments, args=arguments))
     except SourceError as error:
         console.print(f"Stopped: {error}")
+        return 1
+    except (KeyboardInterrupt, BrokenProcessPool) as error:
+        console.print(f"Stopped: {str(error) or 'interrupted.'} Nothing is lost: run the same command to go on.")
         return 1
     except (OSError, sqlite3.OperationalError) as error:
         if getattr(error, "errno", None) != errno.ENOSPC and "full" not in str(error):

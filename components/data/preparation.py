@@ -11,6 +11,8 @@ Left out on purpose: near-duplicates (MinHash), language identification and qual
 """
 
 import json
+import shutil
+import signal
 import threading
 import time
 from collections import Counter, deque
@@ -112,7 +114,8 @@ def _start_worker(tokenizer: Component) -> None:
     global _tokenizer
     _tokenizer = tokenizer.build()
     parent = parent_process()
-    if parent is not None:  # a killed parent must not leave workers behind
+    if parent is not None:  # an interrupt is the parent's to handle; a killed parent must not leave workers behind
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=lambda: (parent.join(), _exit(1)), daemon=True).start()
 
 
@@ -209,53 +212,54 @@ class SourceRun:
         last_commit = time.monotonic()
         self.journal.begin()
         for position, found in encoded(self.source.chunks(self.position), self.table.select, pool, ahead):
-            full = self._take(found)
+            if self._full():
+                break
+            self._take(found)
             self.position = position
             report(self.tokens)
-            if full:
-                break
             if time.monotonic() - last_commit > COMMIT_SECONDS:
                 self.journal.commit(self.name, self._state())
                 self.journal.begin()
                 last_commit = time.monotonic()
         self.journal.commit(self.name, self._state())
 
-    def _take(self, found: Encoded) -> bool:
-        """Write the new documents of a chunk; True once the target is reached."""
+    def _full(self) -> bool:
+        return self.target is not None and self.tokens >= self.target
+
+    def _take(self, found: Encoded) -> None:
+        """Write the new documents of a chunk, up to the one that reaches the target."""
         self.tally.add_refused(found)
         self._check_first(found)
         starts = np.concatenate([[0], np.cumsum(found.lengths)])
         for (begin, end), digest in zip(pairwise(starts), found.digests, strict=True):
-            if self.target is not None and self.tokens >= self.target:
-                return True
+            if self._full():
+                return
             if not self.journal.is_new(digest, self.name):
                 self.tally.refused["duplicate"] += 1
                 continue
             self.writers[split_of(digest, self.plan.output.splits)].add(found.tokens[begin:end])
             self.tally.kept += 1
-        return self.target is not None and self.tokens >= self.target
 
     def _check_first(self, found: Encoded) -> None:
         """A source whose first rows are all broken in the same way is wrongly described, not damaged."""
         reason, count = found.refused.most_common(1)[0] if found.refused else ("", 0)
-        if (
-            self.position is None
-            and reason.startswith("broken")
-            and count == found.refused.total() + len(found.lengths)
-        ):
+        alike = count == found.refused.total() + len(found.lengths)
+        if self.position is None and alike and reason.startswith("broken"):
             raise SourceError(
                 f"source {self.name}: every one of its first {count} rows is {reason} (first: {found.places[reason]}); "
                 "correct its table"
             )
 
     def _complete(self) -> Manifest:
-        shards = tuple(shard for writer in self.writers.values() for shard in writer.complete())
-        came_from = origin(self.source, self.table.read.name) | {
-            "select": asdict(self.table.select),
-            "asked": self.asked,
-        }
-        splits = self.plan.output.splits
-        manifest = Manifest.of(self.name, self.tokenizer, splits, shards, self.tally.counts(), came_from)
+        terms = {"select": asdict(self.table.select), "asked": self.asked}
+        manifest = Manifest.of(
+            self.name,
+            self.tokenizer,
+            splits=self.plan.output.splits,
+            shards=tuple(shard for writer in self.writers.values() for shard in writer.complete()),
+            counts=self.tally.counts(),
+            origin=origin(self.source, self.table.read.name) | terms,
+        )
         manifest.write(self.folder)
         return manifest
 
@@ -272,12 +276,15 @@ class SourceRun:
 
     def _earlier_state(self) -> dict[str, Any] | None:
         state = self.journal.state(self.name) if self.folder.is_dir() else None
-        if state and state["asked"] != self.asked:
+        if state is None or state["asked"] == self.asked:
+            return state
+        if state["kept"]:
             raise SourceError(
                 f"source {self.name} was begun with another table, tokenizer or split; restore them to go on, or "
                 f"delete {self.folder} to prepare it from the start"
             )
-        return state
+        shutil.rmtree(self.folder)  # an attempt with a wrong table, which took nothing
+        return None
 
     def _first_state(self) -> dict[str, Any]:
         """Written down before the folder is made, so that a folder without a state is never ours to delete."""
@@ -322,5 +329,4 @@ def is_prepared(plan: Preparation, name: str, tokenizer: Tokenizer) -> bool:
 
 def summary(tally: Tally) -> str:
     """Documents read, kept and refused, in a line."""
-    parts = [f"{count:,} {reason}" for reason, count in tally.counts().items()]
-    return ", ".join(parts)
+    return ", ".join(f"{count:,} {reason}" for reason, count in tally.counts().items())

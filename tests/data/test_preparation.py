@@ -312,7 +312,7 @@ def test_twenty_interruptions_at_random_moments_leave_no_trace(tmp_path, monkeyp
     monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("components.data.sources.CHUNK_ROWS", 16)
     source, draw = corpus(tmp_path / "text"), random.Random(2)
-    run(table(tmp_path / "unbroken", {"a": source}))
+    run(table(tmp_path / "unbroken", {"a": source}, target_tokens=40_000))
     countdown = [0]
 
     def interrupting(function):
@@ -330,7 +330,7 @@ def test_twenty_interruptions_at_random_moments_leave_no_trace(tmp_path, monkeyp
     while True:
         countdown[0] = draw.randint(1, 260) if interruptions < 20 else -1
         try:
-            run(table(tmp_path / "killed", {"a": source}))
+            run(table(tmp_path / "killed", {"a": source}, target_tokens=40_000))
             break
         except Killed:
             interruptions += 1
@@ -394,6 +394,21 @@ def test_a_damaged_parquet_file_stops_with_its_name_and_what_was_read_is_kept(tm
         run(plan)
     damaged.write_bytes(content)
     assert run(plan)["a"].counts == {"read": 90, "kept": 90}
+
+
+def test_a_corrected_table_starts_afresh_where_the_wrong_one_took_nothing(tmp_path):
+    files = [str(write_jsonl(tmp_path / "a.jsonl", [{"content": text(i)} for i in range(30)]))]
+    source = {"read": {"name": "jsonl", "files": files}}
+    with pytest.raises(SourceError, match="correct its table"):
+        run(table(tmp_path / "out", {"a": source}))
+    assert run(table(tmp_path / "out", {"a": source | {"select": {"text": "content"}}}))["a"].counts["kept"] == 30
+    begun = parsed(table(tmp_path / "out2", {"a": source | {"select": {"text": "content"}}}))
+    tokenizer = begun.tokenizer.build()
+    with workers(0, begun.tokenizer) as pool, Journal(tmp_path / "out2") as journal:
+        unfinished = SourceRun(begun, "a", tokenizer, journal)
+        unfinished._take_all(pool, 2, lambda tokens: None)
+    with pytest.raises(SourceError, match="was begun with another table, tokenizer or split"):
+        run(table(tmp_path / "out2", {"a": source}))
 
 
 def test_two_preparations_do_not_write_into_one_folder(tmp_path):
