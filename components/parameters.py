@@ -134,8 +134,8 @@ def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
 
 
 def logical_path(path: str) -> str:
-    """A module path without the wrappers that compile and activation checkpointing put in."""
-    return ".".join(p for p in path.split(".") if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
+    """A module path without the wrappers that parallel plans put in."""
+    return ".".join(p for p in path.split(".") if p not in ("_orig_mod", "_checkpoint_wrapped_module", "_whole"))
 
 
 def local_region(stored: Tensor, logical: Logical) -> tuple[tuple[int | slice, ...], tuple[int, ...]] | None:

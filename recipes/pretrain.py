@@ -163,8 +163,11 @@ def build(job: Job, place: Place, stop: StopRequest) -> Run:
     model = prepare_model(
         job.model,
         parallelism=job.parallelism,
+        moe_mixed_precision=job.moe_mixed_precision,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
+        cuda_graph=job.cuda_graph,
+        micro_batch=(training.local_batch_size, training.seq_len),
         dtype=getattr(torch, training.dtype),
         seed=job.debug.seed,
         device=place.device,

@@ -232,7 +232,7 @@ MISTAKES = {
     ),
     "a part to compile that does not exist": (
         '[compile]\ncomponents = ["gdnn"]\n',
-        'x.toml [compile.components.0]: no part to compile named "gdnn". Did you mean "gdn"?',
+        'x.toml [compile.components.0]: no part named "gdnn". Did you mean "gdn"?',
     ),
     "a role without an optimizer": (
         '[optimizer.router]\nname = "none"\n',

@@ -64,6 +64,8 @@ def _without_tf32():
 class Experts(nn.Module):
     """The routed experts' weights, folded: w13_EDF holds gate and up side by side, w2_EFD the way back."""
 
+    expert_unit = True  # a plan may keep its products in fp32
+
     def __init__(self, dim: int, experts: int, hidden: int, out_std: float, role: RoleName = "expert"):
         super().__init__()
         self.experts, self.hidden, self.out_std, self.role = experts, hidden, out_std, role
@@ -81,8 +83,64 @@ class Experts(nn.Module):
             "w2_EFD": Role(self.role, tuple(w2), transposed=True),
         }
 
+    def separate(self) -> "SeparateExperts":
+        """The same experts, stored one by one; without values, for a model that is still to be initialised."""
+        device = self.w13_EDF.device
+        with device:
+            return SeparateExperts(self.w13_EDF.shape[1], self.experts, self.hidden, self.out_std, self.role)
+
     def forward(self, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor, counts_E: Tensor) -> Tensor:
-        return mixture_of_swiglu(x_ND, self.w13_EDF, self.w2_EFD, expert_NK, weight_NK, counts_E)
+        return _mixture(x_ND, self.w13_EDF, self.w2_EFD, expert_NK, weight_NK, counts_E)
+
+
+class Expert(nn.Module):
+    """One routed expert's weights, under the logical names that they have when folded.
+
+    `x` passes through, so that a sharding unit of its own knows from x's gradient that the expert's gradients are
+    complete, and reduces them then instead of at the end of backward. The weights come out as copies: what a unit
+    gathered is freed when its forward ends.
+    """
+
+    own_unit = True  # sharded by itself
+    expert_unit = True
+    backward_needs_weights = False  # the gradient of a copy
+
+    def __init__(self, dim: int, hidden: int, out_std: float, role: RoleName = "expert"):
+        super().__init__()
+        self.hidden, self.out_std, self.role = hidden, out_std, role
+        self.w13_DF = nn.Parameter(torch.empty(dim, 2 * hidden))
+        self.w2_FD = nn.Parameter(torch.empty(hidden, dim))
+
+    def roles(self) -> dict[str, Role]:
+        dim, f = self.w13_DF.shape[0], self.hidden
+        halves = (("w1", (0, f)), ("w3", (f, 2 * f)))
+        w13 = tuple(Logical(name, normal(LINEAR_STD), ((0, dim), columns)) for name, columns in halves)
+        w2 = (Logical("w2", normal(self.out_std)),)
+        return {"w13_DF": Role(self.role, w13, transposed=True), "w2_FD": Role(self.role, w2, transposed=True)}
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x_ND, self.w13_DF.clone(), self.w2_FD.clone()
+
+
+class SeparateExperts(nn.ModuleList):
+    """The routed experts one by one, stacked for each forward: the same grouped products, at the price of the copies
+    and of a layer's whole experts held for backward."""
+
+    def __init__(self, dim: int, experts: int, hidden: int, out_std: float, role: RoleName = "expert"):
+        super().__init__(Expert(dim, hidden, out_std, role) for _ in range(experts))
+
+    def forward(self, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor, counts_E: Tensor) -> Tensor:
+        w13, w2 = [], []
+        for expert in self:
+            x_ND, w13_DF, w2_FD = expert(x_ND)
+            w13.append(w13_DF)
+            w2.append(w2_FD)
+        return _mixture(x_ND, torch.stack(w13), torch.stack(w2), expert_NK, weight_NK, counts_E)
+
+
+def _mixture(x_ND: Tensor, w13_EDF: Tensor, w2_EFD: Tensor, *routing: Tensor) -> Tensor:
+    """The mixture in the weights' dtype, which a plan may keep at fp32, back in that of `x`."""
+    return mixture_of_swiglu(x_ND.to(w13_EDF.dtype), w13_EDF, w2_EFD, *routing).to(x_ND.dtype)
 
 
 @register("ffn", "deepseek_moe", example={"experts": 4, "shared": 1, "top_k": 2, "hidden": 16})

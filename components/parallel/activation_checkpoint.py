@@ -1,23 +1,51 @@
-"""Activation checkpointing (Chen et al., arXiv 1604.06174): which blocks run again in the backward pass.
+"""Activation checkpointing (Chen et al., arXiv 1604.06174): which parts run again in the backward pass.
 
-Blocks have no side effects, so running one twice counts no expert twice.
+Blocks and their parts have no side effects, so running one twice counts no expert twice.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
-from components.models.stacked_lm import StackedLM
+from components.models.block import Block
+from components.models.stacked_lm import BlockConfig, StackedLM
 
 
-def apply_activation_checkpoint(model: StackedLM, mode: str, selective_ac_option: str) -> None:
-    """`mode` none, full (every block) or selective: every n-th block for an option "n", or for "op" every block,
-    keeping the results of matrix products, attention and the recurrence."""
+def apply_activation_checkpoint(
+    model: StackedLM, mode: str, selective_ac_option: str, components: tuple[str, ...] = ("model",)
+) -> None:
+    """`components`: "model" (whole blocks), or labels of mixers and ffns. `mode` none; full, all of those; or
+    selective: every n-th block's for an option "n", or for "op" all of those but with the results of matrix products,
+    attention and the recurrence kept."""
     if mode == "none":
         return
     by_op = mode == "selective" and selective_ac_option == "op"
     every = int(selective_ac_option) if mode == "selective" and not by_op else 1
+    for i, (block, labels) in enumerate(_labelled(model)):
+        if i % every == 0:
+            block.recompute = {part: _how(by_op) for part in _chosen(labels, components)}
+
+
+def _labelled(model: StackedLM) -> Iterator[tuple[Block, BlockConfig]]:
+    """Every physical layer with the labels of its parts."""
+    labels = {step.layer: step.block for step in model.steps}
+    return ((block, model.config.blocks[labels[i]]) for i, block in enumerate(model.layers))
+
+
+def _chosen(labels: BlockConfig, components: tuple[str, ...]) -> tuple[str, ...]:
+    """A block is recomputed as a whole, or its named parts are; a part within a whole one would run three times."""
+    if "model" in components:
+        return ("block",)
+    return tuple(part for part in ("mixer", "ffn") if getattr(labels, part) in components)
+
+
+def _how(by_op: bool) -> dict[str, Any]:
+    """Options of `torch.utils.checkpoint`."""
+    if not by_op:
+        return {}
     # The hooks of a sharded unit inside a block mark themselves for the profiler, not equally often on recomputation.
     SAC_IGNORED_OPS.update(
         (
@@ -25,10 +53,7 @@ def apply_activation_checkpoint(model: StackedLM, mode: str, selective_ac_option
             torch.ops.profiler._record_function_exit._RecordFunction,
         )
     )
-    how = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if by_op else {}
-    for i, block in enumerate(model.layers):
-        if i % every == 0:
-            block.recompute = how
+    return {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
 
 
 def _kept_ops() -> set:

@@ -1,18 +1,18 @@
-"""A model made ready for training on its ranks, in the one order that works:
+"""A model made ready for training on its ranks, in the one order that works (docs/parallelism.md says why):
 
-    build on meta -> activation checkpointing -> compile -> shard -> allocate -> initialise
-
-Checkpointing changes what a block's call does, so the compiler must see it; compiled calls must lie inside the
-sharding hooks, which cannot be compiled; and values are drawn last, because only then is it known which part of each
-logical tensor this rank holds.
+build on meta -> how experts are stored, what stays whole -> activation checkpointing -> compile -> shard
+-> allocate -> initialise -> record
 """
 
 import torch
 
+from components.kernels.grouped_gemm.op import grouped_mm
 from components.models.stacked_lm import StackedLM
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
 from components.parallel.compile import apply_compile
-from components.parallel.fsdp2 import apply_fsdp2, data_mesh
+from components.parallel.cuda_graph import keep_whole, record, whole_mixers
+from components.parallel.fsdp2 import apply_fsdp2, data_mesh, exact_experts, separate_experts
+from components.parallel.optional import attempt
 from components.parameters import initialise
 from registry import Component
 
@@ -21,26 +21,61 @@ def prepare_model(
     component: Component,
     *,
     parallelism,
+    moe_mixed_precision,
     activation_checkpoint,
     compile,
+    cuda_graph,
+    micro_batch: tuple[int, int],
     dtype: torch.dtype,
     seed: int,
-    device,
+    device: torch.device,
     world: int,
 ) -> StackedLM:
-    """The model that `component` describes, sharded over `world` ranks, on `device`, with initial values. The middle
-    arguments are the recipe's sections of those names."""
+    """The model that `component` describes, sharded over `world` ranks, on `device`, with initial values, for training
+    on micro-batches of (rows, positions). Sections of the recipe come under their names. Raises ValueError for an
+    optimisation that cannot be switched on and must be."""
     with torch.device("meta"):
         model = component.build()
-    apply_activation_checkpoint(model, activation_checkpoint.mode, activation_checkpoint.selective_ac_option)
+        _arrange(model, parallelism, moe_mixed_precision, cuda_graph, dtype, device)
+    ac = activation_checkpoint
+    apply_activation_checkpoint(model, ac.mode, ac.selective_ac_option, ac.components)
     if compile.enable:
         apply_compile(model, compile.components, compile.on_failure)
-    mesh = data_mesh(
-        device.type, world, parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree
-    )
-    reduce_dtype = getattr(torch, parallelism.reduce_dtype)
-    apply_fsdp2(model, mesh, dtype, reduce_dtype, parallelism.reshard_after_forward)
+    _shard(model, parallelism, dtype, device.type, world)
     model.to_empty(device=device)
     initialise(model, seed)
     model.reset_buffers()
+    if cuda_graph.enable:
+        attempt("cuda_graph", cuda_graph.on_failure, lambda: record(model, micro_batch))
+        for mixer in whole_mixers(model):
+            mixer.average_gradients()
     return model
+
+
+def _arrange(model: StackedLM, parallelism, moe_mixed_precision, cuda_graph, dtype: torch.dtype, device) -> None:
+    """Where weights will lie and in what they compute; the model has no values yet."""
+    if parallelism.expert_wrapping == "per_expert":
+        separate_experts(model)
+    on_failure = moe_mixed_precision.on_failure
+    if not (moe_mixed_precision.enable and attempt("moe_mixed_precision", on_failure, lambda: _probe(dtype, device))):
+        exact_experts(model)
+    if cuda_graph.enable:
+        keep_whole(model, cuda_graph.components, dtype)
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> None:
+    """A grouped product and its gradients in `dtype`, or what the device has to say against it."""
+    rows, weight = (torch.ones(s, dtype=dtype, device=device, requires_grad=True) for s in ((16, 16), (2, 16, 16)))
+    grouped_mm(rows, weight, torch.tensor([8, 16], dtype=torch.int32, device=device)).square().sum().backward()
+
+
+def _shard(model: StackedLM, parallelism, dtype: torch.dtype, device_type: str, world: int) -> None:
+    p = parallelism
+    apply_fsdp2(
+        model,
+        data_mesh(device_type, world, p.data_parallel_shard_degree, p.data_parallel_replicate_degree),
+        dtype,
+        getattr(torch, p.reduce_dtype),
+        p.reshard_after_forward,
+        ignored=[parameter for mixer in whole_mixers(model) for parameter in mixer.parameters()],
+    )

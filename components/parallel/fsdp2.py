@@ -1,12 +1,16 @@
 """Fully sharded data parallelism, FSDP-2 (PyTorch FSDP, arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`).
 
 Units: each shared part, each block and each MTP depth; in each of them one nested fp32 unit for every module that
-says `fp32_unit` (router, recurrence scalars), which bf16 would spoil; and the root with the embedding, the final norm
-and the wires, so that input and output embedding are gathered once. A looped block is one unit called several times.
-One rank uses the same code on a group of one.
+says `fp32_unit` (router, recurrence scalars), which bf16 would spoil, and one for every module that says `own_unit`
+(experts that are wrapped one by one); and the root with the embedding, the final norm and the wires, so that input and
+output embedding are gathered once. A looped block is one unit called several times. One rank uses the same code on a
+group of one.
+
+Left out on purpose: prefetch beyond FSDP-2's own, of which no gain has been measured.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -26,25 +30,47 @@ def data_mesh(device_type: str, world_size: int, shard_degree: int, replicate_de
     return init_device_mesh(device_type, (replicate_degree, shard_degree), mesh_dim_names=("replicate", "shard"))
 
 
+def separate_experts(model: StackedLM) -> None:
+    """Store every folded stack of experts as one module an expert (in a model without values), so that each becomes a
+    unit. Logical names stay, so a checkpoint of one wrapping loads into the other."""
+    for module in list(model.modules()):
+        if hasattr(getattr(module, "experts", None), "separate"):
+            module.experts = module.experts.separate()
+    # An expert passes its input through, a view. What FSDP warns of are operations in place on it; there are none.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPExpert\) returned a view")
+
+
+def exact_experts(model: StackedLM) -> None:
+    """Let the routed experts compute in fp32, whatever the rest uses."""
+    for module in model.modules():
+        if getattr(module, "expert_unit", False):
+            module.fp32_unit = True
+
+
 def apply_fsdp2(
-    model: StackedLM, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: bool
+    model: StackedLM,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    ignored: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard `model` in place over the last axis of `mesh`. Master weights stay in the dtype they have (fp32), compute
-    is in `param_dtype`, gradients travel in `reduce_dtype`."""
+    is in `param_dtype`, gradients travel in `reduce_dtype`. `ignored` parameters stay whole and are left alone."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def place(parameter: nn.Parameter) -> Shard:
         return _placement(parameter, mesh.size(-1))
 
+    how = {"mesh": mesh, "shard_placement_fn": place, "ignored_params": set(ignored)}
     for unit in _units(model):
-        for module in unit.modules():
-            if getattr(module, "fp32_unit", False) and not isinstance(module, FSDPModule):  # shared: done already
-                fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard_after_forward)
-        fully_shard(
-            unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=place
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        for module in _nested(unit):
+            fp32 = getattr(module, "fp32_unit", False)
+            fully_shard(module, mp_policy=exact if fp32 else policy, reshard_after_forward=reshard_after_forward, **how)
+            module.set_unshard_in_backward(getattr(module, "backward_needs_weights", True))
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how)
+    fully_shard(model, mp_policy=policy, **how)
     for method in ("logits", "extend", "acceptance", "gradient_norms"):
         register_fsdp_forward_method(model, method)
 
@@ -53,6 +79,12 @@ def _units(model: StackedLM) -> Iterator[nn.Module]:
     yield from model.shared.values()
     yield from model.layers
     yield from model.mtp.depths if model.mtp is not None else ()
+
+
+def _nested(unit: nn.Module) -> list[nn.Module]:
+    """The modules in `unit` that are units by themselves, but for those of a shared part, which have been."""
+    marked = (m for m in unit.modules() if getattr(m, "fp32_unit", False) or getattr(m, "own_unit", False))
+    return [module for module in marked if not isinstance(module, FSDPModule)]
 
 
 def _placement(parameter: nn.Parameter, ranks: int) -> Shard:

@@ -12,6 +12,7 @@ import torch
 
 from components.data.config import check_data
 from components.optimizers.roles import parameters_by_role
+from components.parallel.cuda_graph import obstacles
 from registry import Problem, unknown
 
 Check = Callable[..., Iterator[Problem]]
@@ -83,12 +84,39 @@ def _validation_sources(validation: Any, data: Any) -> Iterator[Problem]:
 
 
 def _compiled(compile: Any, model: Any) -> Iterator[Problem]:
-    parts = {label for name in ("mixers", "ffns") for label in getattr(model.config, name, {})}
-    for i, label in enumerate(compile.components):
-        if label not in {"model", "loss"} | parts:
-            yield Problem(
-                ("compile", "components", str(i)), unknown("part to compile", label, {"model", "loss"} | parts)
-            )
+    yield from _no_part("compile", compile.components, {"model", "loss"} | _labels(model))
+
+
+def _recomputed(activation_checkpoint: Any, model: Any) -> Iterator[Problem]:
+    yield from _no_part("activation_checkpoint", activation_checkpoint.components, {"model"} | _labels(model))
+
+
+def _labels(model: Any) -> set[str]:
+    return {label for name in ("mixers", "ffns") for label in getattr(model.config, name, {})}
+
+
+def _no_part(section: str, components: tuple[str, ...], known: set[str]) -> Iterator[Problem]:
+    for i, label in enumerate(components):
+        if label not in known:
+            yield Problem((section, "components", str(i)), unknown("part", label, known))
+
+
+def _recorded(cuda_graph: Any, model: Any, data: Any, compile: Any, activation_checkpoint: Any) -> Iterator[Problem]:
+    """What cannot be recorded as a CUDA graph."""
+    if not cuda_graph.enable:
+        return
+    path = ("cuda_graph", "components")
+    with torch.device("meta"):
+        yield from (Problem(path, reason) for reason in obstacles(model.build(), cuda_graph.components))
+    if data.packing == "document":
+        message = 'recordings have no mask of documents; set enable = false, or [data] packing to "window"'
+        yield Problem(("cuda_graph", "enable"), message)
+    for label in cuda_graph.components:
+        if compile.enable and label in compile.components:
+            yield Problem(path, f'mixer "{label}" is recorded whole and cannot be compiled too; name it in one place')
+        if activation_checkpoint.mode != "none" and label in activation_checkpoint.components:
+            message = "keeps its activations in the recording, so recomputing it frees nothing; name it in one place"
+            yield Problem(path, f'mixer "{label}" {message}')
 
 
 def _text(tokenizer: Any, data: Any, validation: Any, training: Any) -> Iterator[Problem]:
@@ -107,5 +135,13 @@ def _text(tokenizer: Any, data: Any, validation: Any, training: Any) -> Iterator
     )
 
 
-CHECKS: tuple[Check, ...] = (_vocabulary, _batch, _roles, _validation_sources, _compiled)  # of the recipe alone
+CHECKS: tuple[Check, ...] = (  # of the recipe alone
+    _vocabulary,
+    _batch,
+    _roles,
+    _validation_sources,
+    _compiled,
+    _recomputed,
+    _recorded,
+)
 DATA_CHECKS: tuple[Check, ...] = (_text,)  # of the files that it names

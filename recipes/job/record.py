@@ -37,6 +37,8 @@ MAY_CHANGE = (
     "parallelism.*",
     "activation_checkpoint.*",
     "compile.*",
+    "cuda_graph.*",
+    "moe_mixed_precision.*",
     "checkpoint.*",
     "validation.*",
     "metrics.*",

@@ -78,6 +78,7 @@ class ParallelismSection:
 class ActivationCheckpointSection:
     mode: Literal["none", "full", "selective"] = "none"  # what is recomputed in backward: nothing, each block, a choice
     selective_ac_option: str = "op"  # "op": keep matrix products and attention; "2": every second block
+    components: tuple[str, ...] = ("model",)  # "model" (whole blocks), or labels of mixers and ffns
 
     def __post_init__(self) -> None:
         option = self.selective_ac_option
@@ -90,6 +91,19 @@ class CompileSection:
     enable: bool = False  # torch.compile
     components: tuple[str, ...] = ("model", "loss")  # "model" (each block), "loss", or labels of mixers and ffns
     on_failure: Literal["error", "plain"] = "error"  # stop, or warn and run uncompiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphSection:
+    enable: bool = False  # record forward and backward of mixers as CUDA graphs; their weights stay whole on each rank
+    components: tuple[str, ...] = ("mla",)  # labels of mixers
+    on_failure: Literal["error", "plain"] = "error"  # stop, or warn and run without recordings
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeMixedPrecisionSection:
+    enable: bool = True  # routed experts compute in [training] dtype; else in fp32
+    on_failure: Literal["error", "plain"] = "error"  # stop, or warn and compute in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +185,8 @@ class Job:
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     activation_checkpoint: ActivationCheckpointSection = field(default_factory=ActivationCheckpointSection)
     compile: CompileSection = field(default_factory=CompileSection)
+    cuda_graph: CudaGraphSection = field(default_factory=CudaGraphSection)
+    moe_mixed_precision: MoeMixedPrecisionSection = field(default_factory=MoeMixedPrecisionSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)

@@ -139,7 +139,7 @@ def computing_model(job: Job) -> nn.Module:
             if parameter not in exact:
                 module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
     section = job.activation_checkpoint
-    apply_activation_checkpoint(model, section.mode, section.selective_ac_option)
+    apply_activation_checkpoint(model, section.mode, section.selective_ac_option, section.components)
     return model
 
 

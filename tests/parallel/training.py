@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor
 
 import registry
 from components.losses.targets import target_counts
-from components.optimizers.roles import build_optimizers
+from components.optimizers.roles import JointOptimizer, build_optimizers
 from components.parallel.apply import prepare_model
+from components.parameters import logical_path, owned_parameters
 from tests.models.tiny import batch, config
 
-GLOBAL_BATCH, STEPS, LENGTH = 4, 3, 16
+GLOBAL_BATCH, STEPS, LENGTH = 4, 2, 16
 ADAMW = {"name": "adamw", "lr": 3e-3}
 OPTIMIZERS = {
     # A sum taken in another order may flip a sign that cautious decay looks at: little decay keeps that below 1e-5.
@@ -23,18 +24,26 @@ OPTIMIZERS = {
     "scalar": ADAMW,
 }
 PLAN = {
-    "parallelism": {"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1, "reduce_dtype": "float32"},
-    "activation_checkpoint": {"mode": "none", "selective_ac_option": "op"},
+    "parallelism": {
+        "expert_wrapping": "folded",
+        "data_parallel_shard_degree": -1,
+        "data_parallel_replicate_degree": 1,
+        "reduce_dtype": "float32",
+        "reshard_after_forward": True,
+    },
+    "moe_mixed_precision": {"enable": True, "on_failure": "error"},
+    "activation_checkpoint": {"mode": "none", "selective_ac_option": "op", "components": ("model",)},
     "compile": {"enable": False, "components": (), "on_failure": "error"},
+    "cuda_graph": {"enable": False, "components": ("mla",), "on_failure": "error"},
 }
 
 
 def prepared(plan: dict | None = None, dtype: torch.dtype = torch.float32, **changes):
     """The tiny model (top-level keys of its table replaced), sharded under `plan`'s changes to PLAN."""
     sections = {name: {**values, **(plan or {}).get(name, {})} for name, values in PLAN.items()}
-    sections["parallelism"].setdefault("reshard_after_forward", True)
     return prepare_model(
         config(**changes),
+        micro_batch=(1, LENGTH),
         dtype=dtype,
         seed=0,
         device=torch.device("cpu"),
@@ -43,17 +52,21 @@ def prepared(plan: dict | None = None, dtype: torch.dtype = torch.float32, **cha
     )
 
 
-def trained(plan: dict | None = None, matrix: dict | None = None, **changes) -> dict[str, torch.Tensor]:
-    """Losses, gradient norms and expert counts of every step, then the whole weights, by name; on every rank."""
-    model = prepared(plan, **changes)
-    tables = OPTIMIZERS | ({"matrix": OPTIMIZERS["matrix"] | matrix} if matrix else {})
-    components = {role: registry.parse_component("optimizer", table) for role, table in tables.items()}
-    optimizer = build_optimizers(model, components)
+def trained(plan: dict | None = None, dtype: torch.dtype = torch.float32, **changes) -> dict[str, torch.Tensor]:
+    """Losses, gradient norms and expert counts of every step, then all weights by logical name and the buffers; on
+    every rank. `plan` may change the matrix optimizer too."""
+    model = prepared(plan, dtype, **changes)
+    optimizer = joint_optimizer(model, (plan or {}).get("matrix", {}))
     found = {}
     for step in range(STEPS):
         for name, value in one_step(model, optimizer, step).items():
             found[f"step {step}: {name}"] = value
-    return found | {name: whole(p) for name, p in model.named_parameters()} | dict(model.named_buffers())
+    return found | weights(model) | {logical_path(name): buffer for name, buffer in model.named_buffers()}
+
+
+def joint_optimizer(model, matrix: dict) -> JointOptimizer:
+    tables = OPTIMIZERS | {"matrix": OPTIMIZERS["matrix"] | matrix}
+    return build_optimizers(model, {role: registry.parse_component("optimizer", t) for role, t in tables.items()})
 
 
 def one_step(model, optimizer, step: int) -> dict[str, torch.Tensor]:
@@ -78,6 +91,17 @@ def one_step(model, optimizer, step: int) -> dict[str, torch.Tensor]:
     optimizer.zero_grad()
     model.update_balance(aux)
     return {"losses": sums / counts, "norm": norm, **aux}
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    """Every logical tensor of the model, whole."""
+    found = {}
+    for owned in owned_parameters(model):
+        stored = whole(owned.parameter)
+        for logical in owned.role.logical:
+            index = tuple(axis if isinstance(axis, int) else slice(*axis) for axis in logical.index)
+            found[owned.logical_name(logical)] = stored[index]
+    return found
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,22 @@
+"""Optimisations that a recipe may ask for and a machine may refuse: one rule for all of them.
+
+Each section ([compile], [cuda_graph], [moe_mixed_precision]) has `enable` and `on_failure`. "error" stops the run with
+the reason; "plain" says so once and goes on without.
+"""
+
+import warnings
+from collections.abc import Callable
+
+
+def attempt(section: str, on_failure: str, turn_on: Callable[[], None]) -> bool:
+    """Whether `turn_on` went through. Raises ValueError naming the section if it did not and `on_failure` is
+    "error"."""
+    try:
+        turn_on()
+    except Exception as error:  # compilers and drivers raise what they like
+        reason = f"[{section}] cannot be switched on: {str(error).strip() or type(error).__name__}"
+        if on_failure == "error":
+            raise ValueError(f'{reason}; set enable = false, or on_failure = "plain" to run without') from error
+        warnings.warn(f"{reason}; running without", stacklevel=2)
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""Every choice that a plan offers, one at a time and in pairs."""
+
+from itertools import combinations, product
+
+Choice = tuple[str, str]  # what is chosen, and how
+Plan = dict[str, dict]  # changes to the sections of `training.PLAN`
+
+SMALL = {"zones": {"trunk": {"pattern": ["mla", "gdn"]}}}  # of the tiny model: enough for every choice
+
+
+def choices(ranks: int) -> dict[str, dict[str, Plan]]:
+    """By what is chosen, the changes that each choice makes; the first is the plain one."""
+    recomputed = {
+        "every block": {"mode": "full"},
+        "all but products": {"mode": "selective"},
+        "every second block": {"mode": "selective", "selective_ac_option": "2"},
+        "mixers of a label": {"mode": "full", "components": ("gdn",)},
+    }
+    copies = {f"{n} copies": {"parallelism": {"data_parallel_replicate_degree": n}} for n in (2, 4) if n <= ranks}
+    orthogonalised = {n: {"matrix": {"distribution": n}} for n in ("balanced", "naive", "unsorted")}
+    return {
+        "experts": {"folded": {}, "one by one": {"parallelism": {"expert_wrapping": "per_expert"}}},
+        "copies": {"one copy": {}, **copies},
+        "gathered weights": {"freed": {}, "kept": {"parallelism": {"reshard_after_forward": False}}},
+        "recomputed": {"nothing": {}} | {n: {"activation_checkpoint": table} for n, table in recomputed.items()},
+        "mla": {"sharded": {}, "whole": {"cuda_graph": {"enable": True, "on_failure": "plain"}}},
+        "expert products": {"mixed": {}, "exact": {"moe_mixed_precision": {"enable": False}}},
+        "orthogonalised": {"round robin": {}} | orthogonalised,
+    }
+
+
+def alone(ranks: int) -> dict[str, Plan]:
+    """Each choice that is not the plain one, with everything else plain."""
+    return {f"{what}: {how}": plan for what, ways in choices(ranks).items() for how, plan in list(ways.items())[1:]}
+
+
+def pairs(ranks: int) -> dict[str, Plan]:
+    """Few plans that together hold every pair of choices: each takes a pair not seen yet, then for everything else
+    the choice that completes most such pairs."""
+    table = choices(ranks)
+    table["orthogonalised"] = dict(list(table["orthogonalised"].items())[:2])  # they differ in who works only
+    wanted = {
+        frozenset(pair)
+        for (a, ways_a), (b, ways_b) in combinations(table.items(), 2)
+        for pair in product([(a, how) for how in ways_a], [(b, how) for how in ways_b])
+    }
+    found = {}
+    while wanted:
+        chosen = dict(min(wanted, key=sorted))
+        for what in table.keys() - chosen.keys():
+            chosen[what] = max(table[what], key=lambda how: len(wanted & _pairs({**chosen, what: how})))
+        wanted -= _pairs(chosen)
+        found[", ".join(f"{what}: {how}" for what, how in sorted(chosen.items()))] = merged(
+            table[what][how] for what, how in chosen.items()
+        )
+    return found
+
+
+def merged(plans) -> Plan:
+    joint: Plan = {}
+    for plan in plans:
+        for section, changes in plan.items():
+            joint[section] = joint.get(section, {}) | changes
+    return joint
+
+
+def _pairs(chosen: dict[str, str]) -> set[frozenset[Choice]]:
+    return {frozenset(pair) for pair in combinations(chosen.items(), 2)}
