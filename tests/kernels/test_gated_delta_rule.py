@@ -1,5 +1,7 @@
 """The gated delta rule in chunks against the token-by-token form, outputs and gradients, in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -46,7 +48,7 @@ def test_packed_documents_equal_separate_calls():
     found = torch.autograd.grad((packed * do).sum() + (final * dstate).sum(), [*x[:7], states])
     flat = [y.flatten(0, 1)[None] for y in x[:5]]
     o, ends = [], []
-    for i, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for i, (start, stop) in enumerate(pairwise(starts)):
         if start == stop:
             ends.append(states[i : i + 1])
             continue
@@ -72,7 +74,7 @@ def test_steps_one_by_one_equal_the_whole_sequence():
 def test_the_op_passes_pytorchs_own_checks_and_compiles_whole():
     x = inputs(B=1, T=5, G=1, H=2, K=4, V=4, dtype=torch.float32)
     x = [y.detach().float().requires_grad_() for y in x]
-    torch.library.opcheck(torch.ops.hymo.gated_delta_rule, (*x, None, 0.5))
+    torch.library.opcheck(torch.ops.hymo.gated_delta_rule, (*x, None, 0.5, True))
     compiled = torch.compile(lambda *x: gated_delta_rule(*x)[0].square().sum(), fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(gated_delta_rule(*x[:7])[0].square().sum(), x[:7])
     found = torch.autograd.grad(compiled(*x[:7]), x[:7])

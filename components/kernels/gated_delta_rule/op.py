@@ -7,7 +7,7 @@ derivatives, and gradients of `cu_seqlens` and `scale`.
 import torch
 from torch import Tensor
 
-from components.kernels.gated_delta_rule import chunk
+from components.kernels.gated_delta_rule import chunk, launch
 from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.reference import state_dtype
 
@@ -38,8 +38,8 @@ def gated_delta_rule(
     """
     _check(q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens)
     scale = q_BTGK.shape[-1] ** -0.5 if scale is None else scale
-    o_BTHV, state = torch.ops.hymo.gated_delta_rule(
-        q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale
+    o_BTHV, state, _ = torch.ops.hymo.gated_delta_rule(
+        q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale, return_state
     )
     return o_BTHV, state if return_state else None
 
@@ -72,6 +72,13 @@ def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def _config(inputs: Inputs) -> launch.Config | None:
+    """How the Triton form runs these inputs, or None where the chunked PyTorch form does."""
+    if inputs.v_BTHV.device.type != "cuda" or inputs.v_BTHV.dtype == torch.float64:
+        return None
+    return launch.choose(inputs.q_BTGK.shape[3], inputs.v_BTHV.shape[3])
+
+
 @torch.library.custom_op("hymo::gated_delta_rule", mutates_args=())
 def _forward(
     q: Tensor,
@@ -84,21 +91,33 @@ def _forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    return chunk.forward(Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale))
+    return_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, the final state (empty unless asked for) and the bytes kept for backward."""
+    inputs = Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale)
+    config = _config(inputs)
+    if config is not None:
+        return launch.forward(inputs, config, return_state)
+    o, state = chunk.forward(inputs)
+    return o, state if return_state else state.new_empty(0), v.new_empty(0, dtype=torch.uint8)
 
 
 @_forward.register_fake
-def _(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale):
+def _(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale, return_state):
+    inputs = Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale)
+    config = _config(inputs)
     documents = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = v.new_empty(documents, v.shape[2], q.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
-    return torch.empty_like(v, memory_format=torch.contiguous_format), state
+    shape = (documents, v.shape[2], q.shape[3], v.shape[3]) if return_state else (0,)
+    kept = 0 if config is None else launch.Launch(inputs, config).saved_bytes()
+    state, buffer = v.new_empty(shape, dtype=state_dtype(v.dtype)), v.new_empty(kept, dtype=torch.uint8)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state, buffer
 
 
 @torch.library.custom_op("hymo::gated_delta_rule_backward", mutates_args=())
 def _backward(
     do: Tensor,
     dstate: Tensor | None,
+    kept: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -112,28 +131,33 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, a, b, A_log, dt_bias, and of the initial state if there is one."""
     inputs = Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale)
-    return [g for g in chunk.backward(inputs, do, dstate) if g is not None]
+    config = _config(inputs)
+    if config is None:
+        gradients = chunk.backward(inputs, do, dstate)
+    else:
+        gradients = launch.backward(inputs, config, kept, do, dstate)
+    return [g for g in gradients if g is not None]
 
 
 @_backward.register_fake
-def _(do, dstate, q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale):
+def _(do, dstate, kept, q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale):
     like = [q, k, v, a, b, A_log, dt_bias] + ([] if initial_state is None else [initial_state])
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, scale = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, scale, _return_state = inputs
+    ctx.save_for_backward(output[2], *tensors)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do, dstate):
-    tensors = ctx.saved_tensors
+def _gradients(ctx, do, dstate, _):
+    kept, *tensors = ctx.saved_tensors
     do = torch.zeros_like(tensors[2]) if do is None else do
-    grads = torch.ops.hymo.gated_delta_rule_backward(do, dstate, *tensors, ctx.scale)
+    grads = torch.ops.hymo.gated_delta_rule_backward(do, dstate, kept, *tensors, ctx.scale)
     initial = grads[7] if len(grads) > 7 else None
-    return (*grads[:7], initial, None, None)
+    return (*grads[:7], initial, None, None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)

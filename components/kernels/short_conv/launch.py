@@ -1,0 +1,66 @@
+"""The Triton form of the short convolution, host side."""
+
+import torch
+import triton
+from torch import Tensor
+
+from components.kernels.short_conv import kernels
+
+TOKENS, CHANNELS = 64, 128  # a program's; swept on an H200, see docs/kernels.md
+
+
+def forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
+    x, w = _even(x), w.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kernels.forward[(_programs(x),)](x, w, _distances(x, cu_seqlens), y, *_sizes(x), **_options(w, cu_seqlens, silu))
+    return y
+
+
+def backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+    dy, x, w = dy.contiguous(), _even(x), w.contiguous()
+    (B, T, C), W = x.shape, w.shape[1]
+    dx, dw = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w)
+    blocks = B * triton.cdiv(T, TOKENS)
+    shares = torch.empty(blocks, 4, C, dtype=torch.float32, device=x.device)
+    kernels.backward[(_programs(x),)](
+        dy, x, w, _distances(x, cu_seqlens), dx, shares, *_sizes(x), **_options(w, cu_seqlens, silu)
+    )
+    kernels.reduce_shares[(W * triton.cdiv(C, 64),)](shares, dw, blocks, C, W=W, ROWS=32, BC=64)
+    return dx, dw
+
+
+def _even(x: Tensor) -> Tensor:
+    """x itself if its tokens are evenly spaced over all rows and channels lie together, else a copy."""
+    even = x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if even else x.contiguous()
+
+
+def _programs(x: Tensor) -> int:
+    return x.shape[0] * triton.cdiv(x.shape[1], TOKENS) * triton.cdiv(x.shape[2], CHANNELS)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    return x.shape[1], x.shape[2], x.stride(1)
+
+
+def _options(w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> dict:
+    return {
+        "W": w.shape[1],
+        "BT": TOKENS,
+        "BC": CHANNELS,
+        "PACKED": cu_seqlens is not None,
+        "SILU": silu,
+        "num_warps": 1,
+    }
+
+
+def _distances(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Each token's place in its document, int32; any tensor where rows are documents, as kernels then do not read it."""
+    if cu_seqlens is None:
+        return x
+    tokens, documents = x.shape[0] * x.shape[1], len(cu_seqlens) - 1
+    distance = torch.empty(tokens, dtype=torch.int32, device=x.device)
+    kernels.distances[(triton.cdiv(tokens, 128),)](
+        cu_seqlens, distance, tokens, documents, documents.bit_length(), BLOCK=128
+    )
+    return distance
