@@ -6,6 +6,7 @@
 Names as in TorchTitan. In every `freq` steps the last one is recorded, after one that warms the profiler up.
 """
 
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -43,6 +44,8 @@ class Profiler:
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         if self._profile is not None:
+            # Each cycle's events are written out before the next clears them.
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             self._profile.start()
         return self
 
