@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -153,7 +154,7 @@ def lines(path: Path) -> Iterator[bytes | Broken]:
             for line in file:
                 number += 1
                 yield line
-    except (OSError, EOFError, gzip.zlib.error) as error:
+    except (OSError, EOFError, zlib.error) as error:
         yield Broken("file cut short", f"{path} after line {number}: {error}")
 
 

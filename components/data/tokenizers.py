@@ -247,7 +247,7 @@ class HymoBpe4k(HymoTokenizer):
             _exactly("hymo_bpe_4k", self.vocab_size, 4_096)
 
 
-@register("tokenizer", "qwen", example={"path": "assets/tokenizers/hymo_4k.tiktoken"})
+@register("tokenizer", "qwen", example={"path": "data/qwen.tiktoken"})
 class Qwen(RankTokenizer):
     """The Qwen vocabulary: 151,643 words, then Qwen3's special tokens, padded to 151,936."""
 
