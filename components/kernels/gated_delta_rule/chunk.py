@@ -60,9 +60,9 @@ class Grid:
     def scatter(self, x_BHNCX: Tensor, like_BTX: Tensor) -> Tensor:
         """Back to (B, T, heads, ...), in the dtype of `like_BTX`."""
         x = x_BHNCX.movedim(1, 3)
-        out = torch.empty(like_BTX.shape[0] * like_BTX.shape[1], *x.shape[3:], dtype=x.dtype, device=x.device)
-        out[self.token_BNC[self.valid_BNC]] = x[self.valid_BNC]
-        return out.view(*like_BTX.shape[:2], *out.shape[1:]).to(like_BTX.dtype)
+        out = x.new_empty(*like_BTX.shape[:2], *x.shape[3:])  # not a view: sharding hooks warn of those
+        out.flatten(0, 1)[self.token_BNC[self.valid_BNC]] = x[self.valid_BNC]
+        return out.to(like_BTX.dtype)
 
 
 @dataclass(frozen=True)
