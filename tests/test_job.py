@@ -234,6 +234,42 @@ MISTAKES = {
         '[compile]\ncomponents = ["gdnn"]\n',
         'x.toml [compile.components.0]: no part named "gdnn". Did you mean "gdn"?',
     ),
+    "a part to recompute that does not exist": (
+        '[activation_checkpoint]\ncomponents = ["mlaa"]\n',
+        'x.toml [activation_checkpoint.components.0]: no part named "mlaa". Did you mean "mla"?',
+    ),
+    "recomputing by op what is compiled": (
+        '[compile]\nenable = true\n[activation_checkpoint]\nmode = "selective"\n',
+        'x.toml [compile.components]: recomputing by "op" sees operations one by one, and a compiled part is a single ',
+    ),
+    "recomputing parts of compiled blocks": (
+        '[compile]\nenable = true\n[activation_checkpoint]\nmode = "full"\ncomponents = ["gdn"]\n',
+        "x.toml [compile.components]: a part that is recomputed by itself inside a compiled block would run uncompiled",
+    ),
+    "recording a mixer that does not exist": (
+        '[cuda_graph]\nenable = true\ncomponents = ["mlaa"]\n',
+        'x.toml [cuda_graph.components]: no mixer label named "mlaa". Did you mean "mla"?',
+    ),
+    "recording a mixer with fp32 units": (
+        '[cuda_graph]\nenable = true\ncomponents = ["gdn"]\n',
+        'x.toml [cuda_graph.components]: mixer "gdn" has parts in sharded fp32 units of their own, whose weights move',
+    ),
+    "recording a mixer that loops": (
+        "[cuda_graph]\nenable = true\n[model.zones.trunk]\nloops = 2\n",
+        'x.toml [cuda_graph.components]: mixer "mla" runs several times in one micro-batch',
+    ),
+    "recording with packed documents": (
+        '[cuda_graph]\nenable = true\n[data]\npacking = "document"\n',
+        "x.toml [cuda_graph.enable]: recordings have no mask of documents",
+    ),
+    "recording what is compiled": (
+        '[cuda_graph]\nenable = true\n[compile]\nenable = true\ncomponents = ["mla"]\n',
+        'x.toml [cuda_graph.components]: mixer "mla" is recorded whole and cannot be compiled too',
+    ),
+    "recording what is recomputed": (
+        '[cuda_graph]\nenable = true\n[activation_checkpoint]\nmode = "full"\ncomponents = ["mla"]\n',
+        'x.toml [cuda_graph.components]: mixer "mla" keeps its activations in the recording, so recomputing it frees ',
+    ),
     "a role without an optimizer": (
         '[optimizer.router]\nname = "none"\n',
         "x.toml [optimizer.router]: is missing, but 2 parameters such as layers.0.ffn.router.weight need it",

@@ -41,9 +41,9 @@ class Block(nn.Module):
         mixer_input: Tensor | None = None,
     ) -> tuple[Tensor, Aux]:
         """`mixer_input`, from the wires, is added to the normed input of the mixer."""
-        return self._call("block", self._run, x_BTD, ctx, cache, mixer_input)
+        return self._call("block", self.run, x_BTD, ctx, cache, mixer_input)
 
-    def _run(self, x_BTD: Tensor, ctx: Context, cache: Cache | None, mixer_input) -> tuple[Tensor, Aux]:
+    def run(self, x_BTD: Tensor, ctx: Context, cache: Cache | None, mixer_input) -> tuple[Tensor, Aux]:
         h_BTD = self.mixer_norm(x_BTD)
         h_BTD = h_BTD if mixer_input is None else h_BTD + mixer_input
         y_BTD, aux = self._call("mixer", self.mixer, h_BTD, ctx, cache)

@@ -40,7 +40,7 @@ def prepare_model(
     ac = activation_checkpoint
     apply_activation_checkpoint(model, ac.mode, ac.selective_ac_option, ac.components)
     if compile.enable:
-        apply_compile(model, compile.components, compile.on_failure)
+        apply_compile(model, compile.components, compile.backend, compile.on_failure)
     _shard(model, parallelism, dtype, device.type, world)
     model.to_empty(device=device)
     initialise(model, seed)

@@ -10,7 +10,7 @@ one reduction a step, a plan of its own beside FSDP-2; and masks for packed docu
 Shapes: B batch, T sequence, D width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
@@ -55,7 +55,7 @@ class WholeMixer(nn.Module):
     def __init__(self, mixer: nn.Module, dtype: torch.dtype):
         super().__init__()
         self._whole, self.dtype = mixer, dtype
-        self.recording = None
+        self.recording: Callable | None = None
         self.shape: tuple[int, int] | None = None  # the micro-batch that was recorded
 
     @torch.compiler.disable
@@ -110,12 +110,16 @@ def record(model: StackedLM, micro_batch: tuple[int, int]) -> None:
     """Record every whole mixer for micro-batches of (rows, positions), after initialisation and before anything else
     uses the device. Raises RuntimeError without a CUDA device, and whatever the capture raises."""
     mixers = whole_mixers(model)
-    if model.embedding.device.type != "cuda":
-        raise RuntimeError("there is no CUDA device")
     samples = tuple(mixer.sample(*micro_batch, model.config.dim) for mixer in mixers)
-    recordings = torch.cuda.make_graphed_callables(tuple(mixer.recordable for mixer in mixers), samples)
-    for mixer, recording in zip(mixers, recordings, strict=True):
+    for mixer, recording in zip(mixers, capture(tuple(m.recordable for m in mixers), samples), strict=True):
         mixer.recording, mixer.shape = recording, micro_batch
+
+
+def capture(functions: tuple[Callable, ...], samples: tuple[tuple[Tensor, ...], ...]) -> tuple[Callable, ...]:
+    """Each function, recorded on its sample; they run in this order and their backwards in the opposite one."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device")
+    return torch.cuda.make_graphed_callables(functions, samples)
 
 
 def _average(gradient: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from components.data.config import check_data
 from components.optimizers.roles import parameters_by_role
+from components.parallel.compile import conflicts
 from components.parallel.cuda_graph import obstacles
 from registry import Problem, unknown
 
@@ -83,8 +84,13 @@ def _validation_sources(validation: Any, data: Any) -> Iterator[Problem]:
             yield Problem(("validation", "sources", str(i)), unknown("source", label, data.sources))
 
 
-def _compiled(compile: Any, model: Any) -> Iterator[Problem]:
+def _compiled(compile: Any, activation_checkpoint: Any, model: Any) -> Iterator[Problem]:
     yield from _no_part("compile", compile.components, {"model", "loss"} | _labels(model))
+    ac = activation_checkpoint
+    if compile.enable and ac.mode != "none":
+        by_op = ac.mode == "selective" and ac.selective_ac_option == "op"
+        for reason in conflicts(compile.components, ac.components, by_op):
+            yield Problem(("compile", "components"), reason)
 
 
 def _recomputed(activation_checkpoint: Any, model: Any) -> Iterator[Problem]:

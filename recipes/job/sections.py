@@ -90,6 +90,7 @@ class ActivationCheckpointSection:
 class CompileSection:
     enable: bool = False  # torch.compile
     components: tuple[str, ...] = ("model", "loss")  # "model" (each block), "loss", or labels of mixers and ffns
+    backend: str = "inductor"  # of torch.compile; "aot_eager" traces without generating code, to look for breaks
     on_failure: Literal["error", "plain"] = "error"  # stop, or warn and run uncompiled
 
 

@@ -5,7 +5,10 @@ from itertools import combinations, product
 Choice = tuple[str, str]  # what is chosen, and how
 Plan = dict[str, dict]  # changes to the sections of `training.PLAN`
 
-SMALL = {"zones": {"trunk": {"pattern": ["mla", "gdn"]}}}  # of the tiny model: enough for every choice
+SMALL = {  # changes to the tiny model: enough for every choice
+    "zones": {"trunk": {"pattern": ["mla", "gdn"]}},
+    "mtp": {"name": "mtp", "depth": 1, "weights": [0.3], "hidden": 16},
+}
 
 
 def choices(ranks: int) -> dict[str, dict[str, Plan]]:
@@ -23,7 +26,7 @@ def choices(ranks: int) -> dict[str, dict[str, Plan]]:
         "copies": {"one copy": {}, **copies},
         "gathered weights": {"freed": {}, "kept": {"parallelism": {"reshard_after_forward": False}}},
         "recomputed": {"nothing": {}} | {n: {"activation_checkpoint": table} for n, table in recomputed.items()},
-        "mla": {"sharded": {}, "whole": {"cuda_graph": {"enable": True, "on_failure": "plain"}}},
+        "mla": {"sharded": {}, "whole and recorded": {"cuda_graph": {"enable": True}}},
         "expert products": {"mixed": {}, "exact": {"moe_mixed_precision": {"enable": False}}},
         "orthogonalised": {"round robin": {}} | orthogonalised,
     }
@@ -38,7 +41,8 @@ def pairs(ranks: int) -> dict[str, Plan]:
     """Few plans that together hold every pair of choices: each takes a pair not seen yet, then for everything else
     the choice that completes most such pairs."""
     table = choices(ranks)
-    table["orthogonalised"] = dict(list(table["orthogonalised"].items())[:2])  # they differ in who works only
+    for what in ("copies", "orthogonalised"):  # the others differ from these in numbers only
+        table[what] = dict(list(table[what].items())[:2])
     wanted = {
         frozenset(pair)
         for (a, ways_a), (b, ways_b) in combinations(table.items(), 2)

@@ -1,6 +1,8 @@
 """A few optimizer steps of the tiny language model on however many ranks there are, and what came of them."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,9 +11,11 @@ from torch.distributed.tensor import DTensor
 import registry
 from components.losses.targets import target_counts
 from components.optimizers.roles import JointOptimizer, build_optimizers
+from components.parallel import cuda_graph
 from components.parallel.apply import prepare_model
 from components.parameters import logical_path, owned_parameters
 from tests.models.tiny import batch, config
+from tests.parallel import replay
 
 GLOBAL_BATCH, STEPS, LENGTH = 4, 2, 16
 ADAMW = {"name": "adamw", "lr": 3e-3}
@@ -33,23 +37,25 @@ PLAN = {
     },
     "moe_mixed_precision": {"enable": True, "on_failure": "error"},
     "activation_checkpoint": {"mode": "none", "selective_ac_option": "op", "components": ("model",)},
-    "compile": {"enable": False, "components": (), "on_failure": "error"},
+    "compile": {"enable": False, "components": ("model", "loss"), "backend": "aot_eager", "on_failure": "error"},
     "cuda_graph": {"enable": False, "components": ("mla",), "on_failure": "error"},
 }
 
 
 def prepared(plan: dict | None = None, dtype: torch.dtype = torch.float32, **changes):
-    """The tiny model (top-level keys of its table replaced), sharded under `plan`'s changes to PLAN."""
+    """The tiny model (top-level keys of its table replaced), sharded under `plan`'s changes to PLAN. Without a GPU,
+    recordings are imitated."""
     sections = {name: {**values, **(plan or {}).get(name, {})} for name, values in PLAN.items()}
-    return prepare_model(
-        config(**changes),
-        micro_batch=(1, LENGTH),
-        dtype=dtype,
-        seed=0,
-        device=torch.device("cpu"),
-        world=dist.get_world_size(),
-        **{name: SimpleNamespace(**values) for name, values in sections.items()},
-    )
+    with nullcontext() if torch.cuda.is_available() else patch.object(cuda_graph, "capture", replay.capture):
+        return prepare_model(
+            config(**changes),
+            micro_batch=(1, LENGTH),
+            dtype=dtype,
+            seed=0,
+            device=_device(),
+            world=dist.get_world_size(),
+            **{name: SimpleNamespace(**values) for name, values in sections.items()},
+        )
 
 
 def trained(plan: dict | None = None, dtype: torch.dtype = torch.float32, **changes) -> dict[str, torch.Tensor]:
@@ -70,12 +76,23 @@ def joint_optimizer(model, matrix: dict) -> JointOptimizer:
 
 
 def one_step(model, optimizer, step: int) -> dict[str, torch.Tensor]:
-    """What `recipes.pretrain.train_step` does, on made tokens: micro-batch j belongs to rank j mod ranks."""
+    """What `recipes.pretrain.train_step` does, on made tokens."""
+    losses, aux = accumulate(model, step)
+    norm = optimizer.clip(1.0)
+    optimizer.step(1.0)
+    optimizer.zero_grad()
+    model.update_balance(aux)
+    return {"losses": losses, "norm": norm, **aux}
+
+
+def accumulate(model, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Gradients of a global batch into `.grad`; losses and counts over all ranks. Micro-batch j belongs to rank j mod
+    ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = torch.randint(
         0, model.config.vocab_size, (GLOBAL_BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step)
     )
-    batches = [batch(rows[j : j + 1]) for j in range(rank, GLOBAL_BATCH, ranks)]
+    batches = [batch(rows[j : j + 1]).to(_device()) for j in range(rank, GLOBAL_BATCH, ranks)]
     counts = sum(target_counts(b, model.config.heads()) for b in batches).float()
     dist.all_reduce(counts)
     sums, aux = torch.zeros_like(counts), {}
@@ -86,11 +103,12 @@ def one_step(model, optimizer, step: int) -> dict[str, torch.Tensor]:
         aux = {name: aux.get(name, 0) + value for name, value in output.aux.items()}
     for value in (sums, *aux.values()):
         dist.all_reduce(value)
-    norm = optimizer.clip(1.0)
-    optimizer.step(1.0)
-    optimizer.zero_grad()
-    model.update_balance(aux)
-    return {"losses": sums / counts, "norm": norm, **aux}
+    return sums / counts, aux
+
+
+def _device() -> torch.device:
+    """Several ranks compute on the CPU: they see no GPU (`tests.ranks`)."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def weights(model) -> dict[str, torch.Tensor]:

@@ -33,9 +33,16 @@ def mixture_of_swiglu(
 
 def grouped_mm(rows_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """rows[ends[e−1]:ends[e]] @ weight[e] for every e, (M, O). ends_E int32, its last value M."""
-    if rows_MI.dtype in (torch.bfloat16, torch.float32):
+    if rows_MI.dtype == torch.bfloat16:
         return F.grouped_mm(rows_MI, weight_EIO, offs=ends_E)
+    if rows_MI.dtype == torch.float32:
+        return _untraced(rows_MI, weight_EIO, ends_E)
     return _padded_bmm(rows_MI, weight_EIO, ends_E)
+
+
+@torch.compiler.disable  # the rule by which the compiler infers a grouped product's shape refuses fp32
+def _untraced(rows_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    return F.grouped_mm(rows_MI, weight_EIO, offs=ends_E)
 
 
 def _padded_bmm(rows_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
