@@ -96,7 +96,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Atomically: a manifest that is there is complete."""
-        write_atomically(folder / "manifest.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
+        content = asdict(self) | {"dtype": self.dtype.name}
+        write_atomically(folder / "manifest.json", (json.dumps(content, indent=1) + "\n").encode())
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
@@ -115,6 +116,7 @@ class Manifest:
                 f"{path} has format {content.get('format')}, this version reads {FORMAT}; prepare it again"
             )
         try:
+            content.pop("dtype", None)  # follows from the vocabulary; written for other readers
             shards = tuple(Shard(**s) for s in content.pop("shards"))
             return Manifest(shards=shards, **content)
         except (KeyError, TypeError) as error:

@@ -1,5 +1,6 @@
 """Small prepared sources and the bundled tokenizer, shared by the tests of the data path."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,6 @@ import pytest
 import registry
 from components.data.config import DataConfig, SourceConfig
 from components.data.shards import Manifest, write_shard
-
-END = 0
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +28,12 @@ def make_source(folder: Path, tokenizer, *, documents: int, seed: int, shards: i
     splits = {"train": 0.9, "validation": 0.1}
     Manifest.of(name, tokenizer, splits, tuple(made), {}, {}).write(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def made_source(tokenizer):
+    """`make_source` with the small tokenizer."""
+    return partial(make_source, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="session")

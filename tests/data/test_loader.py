@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
@@ -97,6 +98,17 @@ def test_a_source_that_repeats_is_warned_of_once(data_config, tokenizer, caplog)
 def test_batch_sizes_that_do_not_divide_over_ranks_are_refused(data_config, tokenizer):
     with pytest.raises(ValueError, match="global_batch_size 16 must be a multiple of local_batch_size 2 times 3 ranks"):
         TrainData(data_config, tokenizer, **SHAPE, world_size=3)
+
+
+@pytest.mark.heavy
+def test_one_process_gives_five_million_tokens_a_second(tokenizer, made_source, tmp_path):
+    path = made_source(tmp_path / "large", documents=20_000, seed=0)
+    config = DataConfig(sources={"a": SourceConfig(path=str(path))}, packing="document", workers=0)
+    data = TrainData(config, tokenizer, seq_len=4096, global_batch_size=32, local_batch_size=4)
+    begin, tokens = time.process_time(), 0
+    for step in range(20):
+        tokens += sum(batch.position_BT.numel() for batch in data.micro_batches(step))
+    assert tokens / (time.process_time() - begin) > 5e6
 
 
 # Held out ------------------------------------------------------------------------------------------------------------
