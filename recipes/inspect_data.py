@@ -120,8 +120,10 @@ def length_table(lengths: dict[str, np.ndarray]) -> Table:
 
 def plot_lengths(lengths: dict[str, np.ndarray], path: Path) -> None:
     """Histogram of document lengths, one line a source, logarithmic."""
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib; `pip install -e .[data]`") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="tokens of a document", ylabel="documents")
     edges = np.geomspace(min(x.min() for x in lengths.values()), max(x.max() for x in lengths.values()) + 1, 60)
@@ -133,4 +135,7 @@ def plot_lengths(lengths: dict[str, np.ndarray], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"{error}")

@@ -295,7 +295,7 @@ class Tiktoken(RankTokenizer):
 
 @register("tokenizer", "tokenizer_json")
 class TokenizerJson(Tokenizer):
-    """A byte-level BPE vocabulary in Hugging Face's tokenizer.json (needs the package `tokenizers`)."""
+    """A byte-level BPE vocabulary in Hugging Face's tokenizer.json (needs the extra `data`)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -353,7 +353,7 @@ def _load_tokenizer_json(path: str):
     try:
         from tokenizers import Tokenizer as HubTokenizer
     except ImportError:
-        raise ValueError("tokenizer_json needs the package tokenizers; `pip install tokenizers`") from None
+        raise ValueError("tokenizer_json needs the package tokenizers; `pip install -e .[data]`") from None
     file = located(path)
     if not file.is_file():
         raise ValueError(f"tokenizer file {path} does not exist")
