@@ -85,10 +85,10 @@ def test_the_op_passes_pytorchs_own_checks_and_compiles_whole():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda x: x[:1] + [x[1][..., :3]] + x[2:], "q and k of one shape"),
-        (lambda x: x[:2] + [x[2][:, :, :3]] + x[3:], "H a multiple of q's 2 heads"),
-        (lambda x: x[:3] + [x[3][..., :1]] + x[4:], "needs a of shape"),
-        (lambda x: x[:7] + [x[7][:1]], "initial state must have shape"),
+        (lambda x: [*x[:1], x[1][..., :3], *x[2:]], "q and k of one shape"),
+        (lambda x: [*x[:2], x[2][:, :, :3], *x[3:]], "H a multiple of q's 2 heads"),
+        (lambda x: [*x[:3], x[3][..., :1], *x[4:]], "needs a of shape"),
+        (lambda x: [*x[:7], x[7][:1]], "initial state must have shape"),
     ],
 )
 def test_a_wrong_shape_is_refused_in_one_sentence(change, sentence):

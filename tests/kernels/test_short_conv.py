@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.kernels.short_conv import short_conv, short_conv_state, short_conv_step
+from components.kernels.short_conv import launch, short_conv, short_conv_state, short_conv_step
 from components.kernels.short_conv.reference import short_conv_reference
 
 STARTS = torch.tensor([0, 1, 1, 4, 6, 7, 12, 12], dtype=torch.int32)  # two rows of 6
@@ -22,6 +22,30 @@ def test_output_and_gradients_equal_the_loop_over_taps(width, activation, packed
     torch.testing.assert_close(found, expected)
     for one, other in zip(*(torch.autograd.grad((y * dy).sum(), (x, w)) for y in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "C", "W", "packed"), [(2, 6, 5, 4, True), (1, 70, 12, 3, False), (1, 3, 8, 2, False)]
+)
+def test_the_kernels_equal_the_loop_over_taps(B, T, C, W, packed):
+    check_kernels(torch.randn(B, T, C), torch.randn(C, W), torch.randn(B, T, C), packed, 1e-6)
+
+
+def check_kernels(x, w, dy, packed, tolerance):
+    starts, position = (STARTS.to(x.device), POSITION.to(x.device)) if packed else (None, None)
+    found = launch.forward(x, w, starts, True), *launch.backward(dy, x, w, starts, True)
+    x, w = x.double().requires_grad_(), w.double().requires_grad_()
+    y = short_conv_reference(x, w, position_BT=position)
+    for one, other in zip(found, (y, *torch.autograd.grad((y * dy).sum(), (x, w))), strict=True):
+        assert (one.double() - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
+def test_the_kernels_equal_the_loop_over_taps_on_the_gpu(dtype, tolerance):
+    for shape, packed in (((2, 6, 1280), True), ((4, 1000, 1000), False), ((1, 1, 64), False)):
+        x, dy = torch.randn(2, *shape, device="cuda").to(dtype)
+        check_kernels(x, torch.randn(shape[2], 4, device="cuda").to(dtype), dy, packed, tolerance)
 
 
 @pytest.mark.parametrize("T", [1, 2, 9])

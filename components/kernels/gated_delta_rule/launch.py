@@ -28,11 +28,13 @@ class Config:
     matrix_warps: int = 1
     summary_stages: int = 3
     scan_stages: int = 3
+    scan_warps: int = 1
     output_stages: int = 3
     reverse_stages: int = 3
-    recompute_stages: int = 2
+    recompute_stages: int = 3
     gradient_stages: int = 2
     warps: int = 1
+    gradient_warps: int = 1
 
 
 def choose(K: int, V: int) -> Config | None:
@@ -43,8 +45,10 @@ def choose(K: int, V: int) -> Config | None:
     block = next((block for block in (64, 32, 16) if V % block == 0), V)
     if K > 128 or block > 64:
         return None
-    warps = 4 if K <= 64 else 8
-    return Config(chunk=64, segment=2048, split=V // block, chunks_per_program=1, matrix_warps=4, warps=warps)
+    sizes = {"split": V // block, "chunks_per_program": 1, "recompute_stages": 2}
+    if K <= 64:
+        return Config(**sizes, segment=512, warps=2, gradient_warps=2, scan_warps=4)
+    return Config(**sizes, segment=2048, warps=4, gradient_warps=4, scan_warps=8, scan_stages=1)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Launch:
         """Buffers for dq, dk, da, db: one a state head, in float32 where several are to be summed."""
 
         def one(like: Tensor, *inner: int) -> Tensor:
-            dtype = like.dtype if self.HS == like.shape[2] else torch.float32
+            dtype = like.dtype if like.shape[2] == self.HS else torch.float32
             return self.new(self.B, self.T, self.HS, *inner, dtype=dtype)
 
         return [one(self.x.q_BTGK, self.K), one(self.x.k_BTGK, self.K), one(self.x.a_BTH), one(self.x.b_BTH)]
@@ -190,7 +194,7 @@ def forward(x: Inputs, config: Config, return_state: bool) -> tuple[Tensor, Tens
     )  # fmt: skip
     kernels.scan_forward[(c.documents * c.HS,)](
         saved.states, saved.M, _or(x.initial_state_LHKV, o), c.starts, c.T, **c.sizes, **c.values,
-        INITIAL=x.initial_state_LHKV is not None, STAGES=config.scan_stages, num_warps=config.warps,
+        INITIAL=x.initial_state_LHKV is not None, STAGES=config.scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
     kernels.outputs[c.over_slots()](
         x.q_BTGK, x.k_BTGK, x.v_BTHV, saved.Tt, saved.Pt, saved.vectors, saved.states, o, final,
@@ -207,7 +211,7 @@ def backward(
     """Gradients of q, k, v, a, b, A_log, dt_bias and the initial state (None without one)."""
     x = with_dense_inputs(x)
     c = Launch(x, config)
-    do, C, slots, saved = do_BTHV.contiguous(), config.chunk, c.slots(), c.saved_in(buffer)
+    do, slots, saved = do_BTHV.contiguous(), c.slots(), c.saved_in(buffer)
     dfinal = None if dfinal_LHKV is None else dfinal_LHKV.contiguous()
     q, k, v, a, b = x.q_BTGK, x.k_BTGK, x.v_BTHV, x.a_BTH, x.b_BTH
     R = torch.empty_like(saved.states)
@@ -218,7 +222,7 @@ def backward(
     )  # fmt: skip
     kernels.scan_backward[(c.documents * c.HS,)](
         R, saved.M, _or(dfinal, do), c.starts, c.T, **c.sizes, **c.values,
-        FINAL=dfinal is not None, STAGES=config.scan_stages, num_warps=config.warps,
+        FINAL=dfinal is not None, STAGES=config.scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
     dq, dk, da, db = c.shared_gradients()
     dv, dA_log, ddt_bias = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (v, x.A_log_H, x.dt_bias_H))
@@ -229,7 +233,7 @@ def backward(
         dq, dk, dv, da, db, shares, _or(dinitial, do), c.starts, slots, c.T, x.scale,
         q.stride(1), k.stride(1), v.stride(1), c.n_chunks, c.n_slots,
         **c.sizes, **c.values, **c.heads, **c.numbers, INITIAL=dinitial is not None,
-        STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages, num_warps=config.warps,
+        STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages, num_warps=config.gradient_warps,
     )  # fmt: skip
     kernels.reduce_shares[(c.H,)](shares, dA_log, ddt_bias, c.n_slots, H=c.H, SPLIT=c.split, BLOCK=128)
     dq, dk, da, db = (_sum_shares(y, like) for y, like in ((dq, q), (dk, k), (da, a), (db, b)))

@@ -31,8 +31,12 @@ def gated_delta_rule(
     q and k come raw (the L2 norm is inside), a is the raw gate: alpha = exp(-exp(A_log) softplus(a + dt_bias)), b the
     logit of beta. H is a multiple of G; value head h reads query/key head h // (H / G). `scale` is K**-0.5 by default.
     cu_seqlens: int32 starts of the documents over the flattened B*T tokens, every row's start among them, then B*T
-    repeated; the state starts anew at each. States are one a row, or with `cu_seqlens` one a document (the first axis is
-    then its length - 1, not B). Raises ValueError for shapes that do not fit.
+    repeated; the state starts anew at each. States are one a row, or with `cu_seqlens` one a document: their first
+    axis is then its length - 1, not B. Raises ValueError for shapes that do not fit.
+
+    Inputs are float32, bfloat16, float16 or float64. On a GPU products of bfloat16 and float16 inputs take bfloat16
+    operands, those of float32 three tf32 terms; sums and states are float32. float64, K over 128 and values that do not
+    split into blocks of at most 64 run in PyTorch, which is slow on a GPU.
 
     Source: arXiv 2412.06464, equation 10, in the chunked form of README.md.
     """

@@ -74,7 +74,8 @@ def _log_decay(a, A_log, dt_bias):
     """log alpha, not below its floor, its slope in a, and itself again; slope and copy are zero on the floor."""
     x = a + dt_bias
     e = tl.exp(-tl.abs(x))
-    softplus = tl.maximum(x, 0.0) + tl.where(e < 1e-6, e, tl.log(1.0 + e))
+    series = e * (1.0 - e * (0.5 - e * (1.0 / 3.0 - e * 0.25)))  # log(1 + e), whose 1 + e would round a small e away
+    softplus = tl.maximum(x, 0.0) + tl.where(e < 0.02, series, tl.log(1.0 + e))
     rate = -tl.exp(A_log)
     g = rate * softplus
     free = g > FLOOR
@@ -83,11 +84,11 @@ def _log_decay(a, A_log, dt_bias):
 
 @triton.jit
 def _invert(minus_At, minus_A, row, column, LEVELS: tl.constexpr, IT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + At)^-1 of a strictly upper-triangular At, in blocks of 2, 4, ... : X <- X - X (At o M_w) X; A is At's transpose.
+    """(I + At)^-1 of a strictly upper-triangular At, in blocks of 2, 4, ... : X <- X - X (At o M_w) X.
 
-    The transposed inverse is carried along: a transposed product is a right operand at no cost, while a product itself
-    would have to be shuffled between lanes. IT is float16 beside bfloat16 inputs: no entry of the inverse exceeds one,
-    and float16 keeps as many digits as tf32.
+    A is At's transpose. The transposed inverse is carried along: a transposed product is a right operand at no cost,
+    while a product itself would have to be shuffled between lanes. IT is float16 beside bfloat16 inputs: no entry of
+    the inverse exceeds one, and float16 keeps as many digits as tf32.
     """
     eye = tl.where(row == column, 1.0, 0.0)
     pairs = row // 2 == column // 2
@@ -693,9 +694,8 @@ def gradients(
         U = _dot(tl.trans(T_again_CC), X_CV, CT, PRECISION).to(CT)
         U_dS = _dot(U, dS, CT, PRECISION)
         last_dG = gamma * tl.sum(S_VK.to(tl.float32) * dS)
-        dX_VC, dS = _through_chunk(
-            dS, do_CV, q_CK, k_CK, T_CC, P_CC, (E * rk)[None, :], (E * rq)[None, :], (d * rk)[None, :], gamma, CT, PRECISION
-        )  # fmt: skip
+        before, query, after = (E * rk)[None, :], (E * rq)[None, :], (d * rk)[None, :]
+        dX_VC, dS = _through_chunk(dS, do_CV, q_CK, k_CK, T_CC, P_CC, before, query, after, gamma, CT, PRECISION)
         dX_CV = tl.trans(dX_VC.to(CT))
         tl.store(_rows(dv, t - start, HS * V, oc, ov), dX_CV, mask=here[:, None] & inside_V)
 

@@ -58,7 +58,7 @@ def _distance(distance, t, T, PACKED: tl.constexpr):
 
 @triton.jit
 def _own(x, place, back: tl.constexpr, PACKED: tl.constexpr):
-    """x, which belongs to `back` tokens before, unless that is another document's. Rows need no test: zeros lead them."""
+    """x, which stands `back` tokens before, unless that is another document. Rows need no test: zeros lead them."""
     if PACKED:
         return tl.where(place >= back, x, 0.0)
     else:
@@ -142,7 +142,7 @@ def backward(
     PACKED: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """dx, and each block's share of dw (blocks, 4, C). Walks three tokens past the block, whose inputs reach into it."""
+    """dx, and each block's share of dw (blocks, 4, C). Walks three tokens past the block: they look back into it."""
     row, start, c, block = _place(T, C, BT, BC)
     first = (row * T).to(tl.int64)
     x += first * x_stride

@@ -55,7 +55,7 @@ def _options(w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> dict:
 
 
 def _distances(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Each token's place in its document, int32; any tensor where rows are documents, as kernels then do not read it."""
+    """Each token's place in its document, int32. Where rows are documents any tensor does: kernels do not read it."""
     if cu_seqlens is None:
         return x
     tokens, documents = x.shape[0] * x.shape[1], len(cu_seqlens) - 1

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from components.kernels.short_conv import launch
+
 Activation = Literal["silu"] | None
 
 
@@ -78,8 +80,14 @@ def _convolve(x: Tensor, w: Tensor, position: Tensor) -> Tensor:
     return z
 
 
+def _in_triton(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype != torch.float64
+
+
 @torch.library.custom_op("hymo::short_conv", mutates_args=())
 def _forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
+    if _in_triton(x):
+        return launch.forward(x, w, cu_seqlens, silu)
     wide = torch.promote_types(x.dtype, torch.float32)
     z = _convolve(x.to(wide), w.to(wide), _position(x, cu_seqlens))
     return (F.silu(z) if silu else z).to(x.dtype)
@@ -92,6 +100,8 @@ def _(x, w, cu_seqlens, silu):
 
 @torch.library.custom_op("hymo::short_conv_backward", mutates_args=())
 def _backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+    if _in_triton(x):
+        return launch.backward(dy, x, w, cu_seqlens, silu)
     wide, position = torch.promote_types(x.dtype, torch.float32), _position(x, cu_seqlens)
     dz, x_wide, w_wide = dy.to(wide), x.to(wide), w.to(wide)
     if silu:

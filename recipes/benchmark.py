@@ -1,0 +1,347 @@
+"""Measure, but only what has been found right: `python -m recipes.benchmark kernels`.
+
+For each shape: relative errors of outputs and gradients against float64 on the same device first (a wrong kernel is
+not timed), then GPU time, wall time with launches, extra memory, and the share of a roofline whose two ceilings (a
+large copy, a large bfloat16 product) are measured in the same run. Where flash-linear-attention can be imported its
+kernels run on the same inputs beside ours. Ratios to the ceilings travel between machines; single times do not.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.kernels.gated_delta_rule import chunk, gated_delta_rule
+from components.kernels.gated_delta_rule.reference import log_decay
+from components.kernels.short_conv import short_conv
+from components.kernels.short_conv.reference import short_conv_reference
+
+OUT_LIMIT, GRADIENT_LIMIT = 5e-3, 1.5e-2  # relative L2 error against float64
+SPIN = 4_000_000  # GPU cycles of waiting before each timed call, so that its launches are queued when it starts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem. B rows, T tokens, H heads, K key and V value width (for the convolution C = H * V channels)."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+
+
+SHAPES = {
+    "hymo": Shape(4, 4096, 40, 32, 32),
+    "k64_v128": Shape(16, 2048, 12, 64, 128),
+    "k64_v128_h24": Shape(16, 2048, 24, 64, 128),
+    "k128_v256": Shape(16, 2048, 12, 128, 256),
+    "k128_v256_h24": Shape(16, 2048, 24, 128, 256),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kernel with its inputs, all of which need gradients, and their `names`; `exact` is the kernel in float64."""
+
+    names: str
+    forward: Callable[..., Tensor]
+    exact: Callable[..., Tensor]
+    inputs: list[Tensor]
+    upstream: Tensor
+
+    def both(self) -> tuple[Tensor, ...]:
+        """Output and gradients."""
+        o = self.forward(*self.inputs)
+        return o, *torch.autograd.grad(o, self.inputs, self.upstream)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of one kernel at one shape. Times in ms; `gpu` without and `wall` with the host's launches."""
+
+    kernel: str
+    shape: str
+    provider: str
+    errors: dict[str, float]
+    forward_gpu: float = math.nan
+    both_gpu: float = math.nan
+    both_wall: float = math.nan
+    launches: float = math.nan
+    extra_mib: float = math.nan
+    roofline: float = math.nan
+
+    @property
+    def right(self) -> bool:
+        worst = max(e for name, e in self.errors.items() if name != "o")
+        return self.errors["o"] <= OUT_LIMIT and worst <= GRADIENT_LIMIT  # false for NaN
+
+
+def kernels(
+    shapes: tuple[str, ...] = ("hymo", "k64_v128", "k128_v256"), json_file: Path | None = None, seconds: float = 0.25
+) -> None:
+    """Kernels against float64, then against the clock. Exits with an error if one of ours is wrong.
+
+    Args:
+        shapes: names from the table SHAPES at the head of this file
+        json_file: also write every figure there
+        seconds: of timed calls a figure
+    """
+    if not torch.cuda.is_available():
+        sys.exit("recipes.benchmark kernels needs a CUDA device; the CPU forms are covered by tests/kernels")
+    unknown = set(shapes) - set(SHAPES)
+    if unknown:
+        sys.exit(f"no shape named {', '.join(sorted(unknown))}. Known: {', '.join(SHAPES)}")
+    ceilings = measure_ceilings()
+    results = []
+    for name in shapes:
+        for kernel, providers in (("gated_delta_rule", rule_providers()), ("short_conv", conv_providers())):
+            for provider, make in providers.items():
+                results.append(measure(kernel, name, provider, make, ceilings, seconds))
+                print_table(results[-1:], ceilings)
+    print_table(results, ceilings)
+    if json_file:
+        rows = [{**dataclasses.asdict(r), "right": r.right} for r in results]
+        json_file.write_text(json.dumps({"device": device(), "ceilings": ceilings, "results": rows}, indent=1))
+    wrong = [f"{r.kernel} at {r.shape}" for r in results if r.provider == "ours" and not r.right]
+    if wrong:
+        sys.exit(f"wrong against float64: {', '.join(wrong)}")
+
+
+def measure(kernel: str, name: str, provider: str, make: Callable, ceilings: dict, seconds: float) -> Result:
+    shape = SHAPES[name]
+    result = Result(kernel, name, provider, errors(make(dataclasses.replace(shape, B=1, T=700), 0)))
+    if not result.right:
+        return result
+    problems = [make(shape, seed) for seed in range(3)]  # rotated, so that no input waits in the cache
+    forwards = [lambda p=p: p.forward(*(x.detach() for x in p.inputs)) for p in problems]
+    boths = [p.both for p in problems]
+    moved, operations = (rule_cost if kernel == "gated_delta_rule" else conv_cost)(shape)
+    return dataclasses.replace(
+        result,
+        forward_gpu=gpu_time(forwards, seconds),
+        both_gpu=gpu_time(boths, seconds),
+        both_wall=wall_time(boths, seconds),
+        launches=count_launches(boths[0]),
+        extra_mib=extra_memory(boths[0]) / 2**20,
+        roofline=1e3 * max(moved / ceilings["copy_bytes"], operations / ceilings["matmul_flops"]),
+    )
+
+
+# Problems -----------------------------------------------------------------------------------------
+
+
+def rule_tensors(shape: Shape, seed: int) -> tuple[list[Tensor], Tensor]:
+    """q, k, v, a, b in bfloat16 and A_log, dt_bias as Gated DeltaNet starts them, and the outputs' gradient."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    B, T, H, K, V = dataclasses.astuple(shape)
+
+    def draw(*sizes):
+        return torch.randn(*sizes, generator=generator, device="cuda")
+
+    step = torch.exp(math.log(1e-3) + math.log(100) * torch.rand(H, generator=generator, device="cuda"))
+    A_log = (16 * torch.rand(H, generator=generator, device="cuda") + 1e-3).log()
+    x = [draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), draw(B, T, H), 2 * draw(B, T, H)]
+    x = [*(y.bfloat16() for y in x), A_log, step + torch.log(-torch.expm1(-step))]
+    return [y.requires_grad_() for y in x], draw(B, T, H, V).bfloat16()
+
+
+def our_outputs(*x: Tensor) -> Tensor:
+    return gated_delta_rule(*x)[0]
+
+
+def our_rule(shape: Shape, seed: int) -> Problem:
+    x, do = rule_tensors(shape, seed)
+    return Problem("q k v a b A_log dt_bias", our_outputs, our_outputs, x, do)
+
+
+def fla_rule(shape: Shape, seed: int) -> Problem:
+    """Its inputs are the decays and strengths themselves; ours computes them, and their gradients, inside."""
+    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    (q, k, v, a, b, A_log, dt_bias), do = rule_tensors(shape, seed)
+    g = log_decay(a.detach().float(), A_log.detach(), dt_bias.detach())
+    x = [q, k, v, g.requires_grad_(), b.detach().sigmoid().requires_grad_()]
+    return Problem("q k v g beta", lambda *x: rule(*x, use_qk_l2norm_in_kernel=True)[0], exact_from_decays, x, do)
+
+
+def exact_from_decays(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The rule on log-decays and strengths, through the gates that give them."""
+    one = torch.zeros(g.shape[2], dtype=g.dtype, device=g.device)
+    return gated_delta_rule(q, k, v, torch.log(torch.expm1(-g)), torch.logit(beta), one, one)[0]
+
+
+def rule_providers() -> dict[str, Callable]:
+    return {"ours": our_rule, "fla": fla_rule} if fla_runs() else {"ours": our_rule}
+
+
+def conv_tensors(shape: Shape, seed: int) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    C = shape.H * shape.V
+    x, dy = torch.randn(2, shape.B, shape.T, C, generator=generator, device="cuda").bfloat16()
+    w = torch.randn(C, 4, generator=generator, device="cuda").bfloat16()
+    return [x.contiguous().requires_grad_(), w.requires_grad_()], dy.contiguous()
+
+
+def our_conv(shape: Shape, seed: int) -> Problem:
+    return Problem("x w", short_conv, short_conv_reference, *conv_tensors(shape, seed))
+
+
+def fla_conv(shape: Shape, seed: int) -> Problem:
+    conv = importlib.import_module("fla.modules.convolution").causal_conv1d
+    x, dy = conv_tensors(shape, seed)
+    return Problem("x w", lambda x, w: conv(x, w, activation="silu")[0], short_conv_reference, x, dy)
+
+
+def conv_providers() -> dict[str, Callable]:
+    return {"ours": our_conv, "fla": fla_conv} if fla_runs() else {"ours": our_conv}
+
+
+def fla_runs() -> bool:
+    """Whether fla can be imported. Its refusal to run backward with Triton 3.4.0 to 3.7.0 on Hopper is lifted: the
+    gate checks its gradients like ours, which is what the refusal is for."""
+    try:
+        importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+    except ImportError:
+        return False
+    return True
+
+
+def rule_cost(shape: Shape) -> tuple[int, int]:
+    """Least bytes (every input and gradient once, in bfloat16) and operations in chunks of 64, forward and backward."""
+    B, T, H, K, V = dataclasses.astuple(shape)
+    C, tokens = chunk.CHUNK, B * T * H
+    moved = tokens * (4 * K + 4 * V + 6 + 8 * K + 6 * V + 12)
+    per_chunk = 2 * C * C * (12 * K + 7 * V) + 22 * C * K * V + 5 * C**3
+    return moved, tokens // C * per_chunk
+
+
+def conv_cost(shape: Shape) -> tuple[int, int]:
+    return 10 * shape.B * shape.T * shape.H * shape.V, 0
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+def errors(problem: Problem) -> dict[str, float]:
+    """Relative L2 error of the output and of every gradient against float64."""
+    exact_inputs = [x.detach().double().requires_grad_() for x in problem.inputs]
+    exact = Problem(problem.names, problem.exact, problem.exact, exact_inputs, problem.upstream.double()).both()
+    pairs = zip(["o", *problem.names.split()], problem.both(), exact, strict=True)
+    return {n: ((one.double() - other).norm() / other.norm()).item() for n, one, other in pairs}
+
+
+def gpu_time(calls: list[Callable], seconds: float) -> float:
+    """Median ms between events around a call whose launches are already queued."""
+    warm(calls)
+    started, events = time.perf_counter(), []
+    while len(events) < 9 or time.perf_counter() - started < seconds:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(SPIN)
+        begin.record()
+        calls[len(events) % len(calls)]()
+        end.record()
+        events.append((begin, end))
+        torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def wall_time(calls: list[Callable], seconds: float) -> float:
+    """Median ms of one call alone, from an idle GPU to an idle GPU."""
+    warm(calls)
+    started, times = time.perf_counter(), []
+    while len(times) < 9 or time.perf_counter() - started < seconds:
+        begin = time.perf_counter()
+        calls[len(times) % len(calls)]()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def warm(calls: list[Callable]) -> None:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+
+
+def extra_memory(call: Callable) -> int:
+    """Bytes allocated at the highest point of a call beyond what stood before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def count_launches(call: Callable) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    return sum(e.count for e in recorded.key_averages() if e.self_device_time_total > 0)
+
+
+def measure_ceilings() -> dict[str, float]:
+    """Bytes a second of a large copy, read and written; operations a second of a bfloat16 product of 8192 cubed."""
+    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    copy = 4 * source.numel() / gpu_time([lambda: target.copy_(source)], 0.1) * 1e3
+    a, b = source[: 2**26].view(8192, 8192), target[: 2**26].view(8192, 8192)
+    return {"copy_bytes": copy, "matmul_flops": 2 * 8192**3 / gpu_time([lambda: a @ b], 0.1) * 1e3}
+
+
+def device() -> dict[str, str]:
+    triton = importlib.import_module("triton")
+    return {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+
+
+# Printing -----------------------------------------------------------------------------------------
+
+
+def print_table(results: list[Result], ceilings: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"copy {ceilings['copy_bytes'] / 1e9:.0f} GB/s, bf16 {ceilings['matmul_flops'] / 1e12:.0f} TFLOP/s"
+    table = Table(title=title)
+    for column in (
+        "kernel",
+        "shape",
+        "",
+        "forward ms",
+        "both ms",
+        "wall ms",
+        "launches",
+        "MiB",
+        "roofline",
+        "worst error",
+    ):
+        table.add_column(column, justify="left" if column in ("kernel", "shape", "") else "right")
+    for r in results:
+        verdict = f"{max(r.errors.values()):.1e}" if r.right else f"WRONG {r.errors}"
+        figures = [f"{x:.3f}" for x in (r.forward_gpu, r.both_gpu, r.both_wall)]
+        share = f"{r.roofline / r.both_gpu:.0%}"
+        table.add_row(
+            r.kernel, r.shape, r.provider, *figures, f"{r.launches:.0f}", f"{r.extra_mib:.0f}", share, verdict
+        )
+    Console(width=160).print(table)
+
+
+def main() -> None:
+    import tyro
+
+    app = tyro.extras.SubcommandApp()
+    app.command(name="kernels")(kernels)
+    app.cli(prog="recipes.benchmark")
+
+
+if __name__ == "__main__":
+    main()

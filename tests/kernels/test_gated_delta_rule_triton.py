@@ -1,0 +1,259 @@
+"""The Triton form of the gated delta rule against the chunked PyTorch form in float64.
+
+Without a GPU the kernels run in Triton's interpreter, in float32 (its bfloat16 is unreliable) and at small sizes; the
+marked tests need a GPU and go through the op. Tolerances: relative L2 errors of one rounding to bfloat16 at a few
+places in a chain (0.4% measured; 0.5% for outputs and 1.5% for gradients allowed), 1e-5 in float32.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from components.kernels.gated_delta_rule import chunk, gated_delta_rule, launch
+from components.kernels.gated_delta_rule.chunk import Inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = launch.Config(segment=32, chunks_per_program=1)
+NAMES = ("o", "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "initial_state")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty gives NaN, so that reading what was never written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(B, T, G, H, K, V, *, starts=None, initial=True, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    documents = B if starts is None else len(starts) - 1
+    wide = torch.float32
+    state = draw(documents, H, K, V, dtype=wide) if initial else None
+    A_log, dt_bias = draw(H, dtype=wide) * 0.5, draw(H, dtype=wide) * 0.5 - 1
+    x = draw(B, T, G, K), draw(B, T, G, K), draw(B, T, H, V), draw(B, T, H), draw(B, T, H)
+    return Inputs(*x, A_log, dt_bias, state, starts, K**-0.5)
+
+
+def in_float64(x):
+    fields = (getattr(x, f.name) for f in dataclasses.fields(x))
+    return Inputs(*(y.double() if torch.is_tensor(y) and y.is_floating_point() else y for y in fields))
+
+
+def upstream(x, seed=1):
+    """Gradients of the outputs and of the final states."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = len(x.v_BTHV) if x.starts_L1 is None else len(x.starts_L1) - 1
+    do = torch.randn(x.v_BTHV.shape, generator=generator).to(x.v_BTHV)
+    shape = documents, *x.v_BTHV.shape[2:3], x.q_BTGK.shape[3], x.v_BTHV.shape[3]
+    return do, torch.randn(shape, generator=generator).to(DEVICE)
+
+
+def run(x, do, dstate, config):
+    o, state, kept = launch.forward(x, config, True)
+    return [o, state, *launch.backward(x, config, kept, do, dstate)]
+
+
+def exact(x, do, dstate):
+    x = in_float64(x)
+    return [*chunk.forward(x), *chunk.backward(x, do.double(), None if dstate is None else dstate.double())]
+
+
+def check(found, expected, out, grad):
+    """Relative L2 errors. The gates' gradients are sums that may cancel to nothing: they are measured against what is
+    summed, not below a hundredth of dv."""
+    floor = 0.01 * expected[4].norm().item()
+    gates = max(floor, *(expected[i].norm().item() for i in (5, 7, 8)))
+    for name, one, other in zip(NAMES, found, expected, strict=True):
+        if other is None:
+            continue
+        size = gates if name in ("a", "A_log", "dt_bias") else max(floor, other.norm().item())
+        error = (one.double() - other).norm().item()
+        assert error <= (out if name in ("o", "state") else grad) * size, f"{name}: {error / size:.1e}"
+
+
+CASES = {
+    "one token": (dict(B=1, T=1, G=1, H=1, K=16, V=16), SMALL),
+    "ragged tail, several segments": (dict(B=1, T=75, G=1, H=2, K=32, V=16), SMALL),
+    "no initial state": (dict(B=1, T=33, G=1, H=1, K=16, V=16, initial=False), SMALL),
+    "odd widths": (dict(B=1, T=40, G=1, H=1, K=12, V=20), SMALL),
+    "split values": (dict(B=1, T=40, G=1, H=2, K=16, V=32), dataclasses.replace(SMALL, split=2)),
+    "chunks of 32": (dict(B=1, T=70, G=1, H=1, K=16, V=16), dataclasses.replace(SMALL, chunk=32)),
+    "packed": (dict(B=2, T=34, G=1, H=1, K=16, V=16, starts=[0, 1, 1, 18, 34, 68, 68]), SMALL),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_equal_the_chunked_form_in_float64(case):
+    sizes, config = CASES[case]
+    x = inputs(**sizes)
+    do, dstate = upstream(x)
+    check(run(x, do, dstate, config), exact(x, do, dstate), 1e-5, 1e-5)
+
+
+def log_decays(name, T):
+    if name == "alternating":
+        return torch.tensor([0.0, -50.0]).repeat(T)[:T]
+    return torch.full((T,), float(name))
+
+
+def with_decay(x, name):
+    """x with given log-decays: a = log(exp(-g) - 1) under A_log = dt_bias = 0."""
+    g = log_decays(name, x.a_BTH.shape[1]).to(DEVICE, torch.float64)
+    a = torch.where(g < -30, -g, torch.log(torch.expm1(-g)))
+    a = a.to(x.a_BTH.dtype)[None, :, None].expand_as(x.a_BTH).contiguous()
+    return dataclasses.replace(x, a_BTH=a, A_log_H=0 * x.A_log_H, dt_bias_H=0 * x.dt_bias_H)
+
+
+def with_keys(x, name):
+    k = x.k_BTGK.clone()
+    if name == "identical":
+        k[:] = k[:, :1]
+    elif name == "correlated":
+        k += 5 * k[:, :1]
+    elif name == "zero rows":
+        k[:, ::3] = 0
+    elif name == "long":
+        k *= 1e3
+    return dataclasses.replace(x, k_BTGK=k)
+
+
+def with_beta(x, beta):
+    b = torch.logit(torch.tensor(beta, dtype=torch.float64)).to(x.b_BTH)
+    return dataclasses.replace(x, b_BTH=b.expand_as(x.b_BTH).contiguous())
+
+
+DECAYS = ["0", "-1e-6", "-5", "-50", "-1e4", "-inf", "alternating"]
+KEYS, BETAS = ["identical", "correlated", "zero rows", "long"], [0.0, 1.0, 0.999, 1e-4]
+EXTREMES = {
+    **{f"log decay {d}": lambda x, d=d: with_decay(x, d) for d in DECAYS},
+    **{f"{n} keys": lambda x, n=n: with_keys(x, n) for n in KEYS},
+    **{f"beta {b}": lambda x, b=b: with_beta(x, b) for b in BETAS},
+    "identical keys kept forever": lambda x: with_beta(with_decay(with_keys(x, "identical"), "0"), 1.0),
+}
+ON_CPU = ["log decay 0", "log decay -inf", "log decay alternating", "zero rows keys", "beta 0.0"]
+
+
+@pytest.mark.parametrize("extreme", [*ON_CPU, "identical keys kept forever"])
+def test_extreme_decays_keys_and_strengths_stay_right(extreme):
+    x = EXTREMES[extreme](inputs(1, 35, 1, 1, 16, 16))
+    do, dstate = upstream(x)
+    check(run(x, do, dstate, SMALL), exact(x, do, dstate), 1e-5, 3e-5)
+
+
+def test_packed_documents_give_the_bits_of_separate_calls():
+    starts = [0, 1, 18, 52]
+    x = inputs(1, 52, 1, 1, 16, 16, starts=starts)
+    do, dstate = upstream(x)
+    assert_packed_equals_separate(x, do, dstate, SMALL)
+
+
+def assert_packed_equals_separate(x, do, dstate, config):
+    """Bit for bit, but for the gates' gradients, which are sums over documents."""
+    packed = run(x, do, dstate, config)
+    for i, (start, stop) in enumerate(itertools.pairwise(x.starts_L1.tolist())):
+        if start == stop:
+            continue
+        tokens = [y[:, start:stop].contiguous() for y in (x.q_BTGK, x.k_BTGK, x.v_BTHV, x.a_BTH, x.b_BTH)]
+        initial = None if x.initial_state_LHKV is None else x.initial_state_LHKV[i : i + 1]
+        one = Inputs(*tokens, x.A_log_H, x.dt_bias_H, initial, None, x.scale)
+        alone = run(one, do[:, start:stop], dstate[i : i + 1], config)
+        for name, found, expected in zip(NAMES, packed, alone, strict=True):
+            if name in ("o", "q", "k", "v", "a", "b"):
+                assert torch.equal(found[:, start:stop], expected), f"{name} of document {i}"
+            elif name == "state" or (name == "initial_state" and expected is not None):
+                assert torch.equal(found[i : i + 1], expected), f"{name} of document {i}"
+
+
+def test_two_runs_give_the_same_bits_and_strided_inputs_too():
+    x = inputs(1, 40, 1, 2, 16, 16)
+    do, dstate = upstream(x)
+    first = run(x, do, dstate, SMALL)
+    wide = torch.full((1, 40, 8), torch.nan, device=DEVICE)
+    wide[..., 1:3], wide[..., 4:6] = x.a_BTH, x.b_BTH
+    k = x.k_BTGK.transpose(1, 3).contiguous().transpose(1, 3)
+    strided = dataclasses.replace(x, a_BTH=wide[..., 1:3], b_BTH=wide[..., 4:6], k_BTGK=k)
+    for one, other in zip(first, run(strided, do, dstate, SMALL), strict=True):
+        assert torch.equal(one, other)
+
+
+# With a GPU ---------------------------------------------------------------------------------------
+
+WIDTHS = [(16, 16), (32, 32), (64, 64), (64, 128), (96, 192), (100, 60), (128, 256)]
+
+
+def check_on_gpu(x, dstate_too=True, out=0.005, grad=0.015):
+    config = launch.choose(x.q_BTGK.shape[3], x.v_BTHV.shape[3])
+    do, dstate = upstream(x)
+    dstate = dstate if dstate_too else None
+    found = run(x, do, dstate, config)
+    check(found, exact(x, do, dstate), out, grad)
+    again = run(x, do, dstate, config)
+    assert all(one is None or torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_width_and_dtype_on_the_gpu(widths, dtype):
+    tight = {"out": 1e-5, "grad": 1e-4} if dtype == torch.float32 else {}
+    check_on_gpu(inputs(2, 333, 2, 4, *widths, dtype=dtype), **tight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 65, 319, 320, 321, 4096])
+def test_every_length_on_the_gpu(T):
+    check_on_gpu(inputs(1, T, 3, 3, 32, 32, dtype=torch.bfloat16, initial=T % 2 == 0), dstate_too=T % 3 > 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [1, 12, 40])
+def test_every_number_of_heads_on_the_gpu(H):
+    check_on_gpu(inputs(2, 400, H, H, 32, 32, dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_extremes_on_the_gpu(extreme):
+    x = EXTREMES[extreme](inputs(1, 700, 2, 2, 32, 32, dtype=torch.float32))
+    check_on_gpu(x, out=2e-5, grad=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(32, 32), (64, 128)])
+def test_packed_documents_on_the_gpu(widths):
+    starts = list(itertools.accumulate([0, 1, 0, 17, 4096, 300]))
+    x = inputs(1, starts[-1], 2, 2, *widths, starts=starts, dtype=torch.bfloat16)
+    config = launch.choose(*widths)
+    assert_packed_equals_separate(x, *upstream(x), config)
+
+
+@pytest.mark.gpu
+def test_a_long_sequence_and_many_documents_on_the_gpu():
+    check_on_gpu(inputs(1, 65536, 1, 1, 32, 32, dtype=torch.bfloat16, initial=False))
+    starts = torch.arange(0, 300_001, 3).tolist()
+    x = inputs(1, 300_000, 1, 1, 32, 32, starts=starts, initial=False, dtype=torch.bfloat16)
+    o, _, _ = launch.forward(x, launch.choose(32, 32), False)
+    expected, _ = chunk.forward(in_float64(x))
+    assert (o.double() - expected).norm() < 0.005 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_the_op_compiles_whole_on_the_gpu():
+    x = inputs(2, 333, 2, 4, 32, 32, initial=False, dtype=torch.bfloat16)
+    tensors = [y.requires_grad_() for y in dataclasses.astuple(x)[:7]]
+
+    def loss(*tensors):
+        return (2 * gated_delta_rule(*tensors)[0].float()).square().sum()
+
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*tensors), tensors)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
