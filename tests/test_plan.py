@@ -14,6 +14,7 @@ from components.parameters import owned_parameters
 from recipes.job import Job, load
 from recipes.plan.__main__ import main
 from recipes.plan.estimate import Machine, estimate
+from recipes.plan.loops import cache_residency, flops_by_loop, virtual_parameters
 from recipes.plan.memory import LiveBytes, activations, computing_model, footprint, memory_per_rank, zeros_batch
 
 RECIPES = Path(__file__).resolve().parents[1] / "train_configs"
@@ -149,3 +150,95 @@ def test_the_whole_plan_is_shown(capsys):
     shown = capsys.readouterr().out
     for heading in ("stack", "parameters by role", "training FLOPs a token", "memory of one of 1 ranks", "GPU hours"):
         assert heading in shown
+
+
+# Loops and shared parts -------------------------------------------------------------------------------
+
+
+CHIMERA = {"chimera_279m": 278_664_160, "chimera_510m": 510_217_280, "chimera_1_1b": 1_072_527_280}
+SWARM = {"chimera_1b_v2": 648e6, "swarm_354m": 354.2e6, "swarm_blackwell_v2": 1133.5e6, "swarm_spark": 357.4e6}
+
+
+@pytest.mark.parametrize(("name", "published"), [*CHIMERA.items(), *SWARM.items()])
+def test_chimera_and_swarm_have_the_parameters_of_the_design(name, published):
+    recipe = job(name)
+    with torch.device("meta"):
+        built = sum(owned.parameter.numel() for owned in owned_parameters(recipe.model.build()))
+    assert sum(stored for stored, _ in recipe.model.config.parameter_table().values()) == built
+    assert built == published if name in CHIMERA else abs(built / published - 1) < 0.005
+
+
+@pytest.mark.parametrize("name", ["uffn_640", "uffn_640_ghost", "swarm_blackwell_v1"])
+def test_the_recipe_alone_counts_shared_ffns_borrowed_keys_and_shared_pools(name):
+    recipe = job(name)
+    with torch.device("meta"):
+        built = sum(p.numel() for p in recipe.model.build().parameters())
+    assert sum(stored for stored, _ in recipe.model.config.parameter_table().values()) == built
+
+
+@pytest.mark.parametrize("name", ["chimera", "swarm", "uffn"])
+def test_debug_sizes_stay_below_a_million_parameters(name):
+    table = job(f"{name}_debug").model.config.parameter_table()
+    assert sum(stored for stored, _ in table.values()) < 1e6
+
+
+def test_attention_stands_where_the_design_puts_it():
+    def layers(name: str) -> tuple[list[int], int]:
+        config = job(name).model.config
+        physical = {step.layer: step.block for step in config.steps()}
+        return [layer for layer, block in physical.items() if "attention" in block], len(physical)
+
+    assert layers("chimera_510m") == ([3, 7], 8)  # every fourth, counted in each zone
+    assert layers("chimera_1_1b") == ([3, 9], 12)
+    assert layers("chimera_1b_v2") == ([3, 7, 11], 12)
+    assert layers("swarm_blackwell_v2") == ([4, 9], 14)  # every fifth of the model
+    assert layers("uffn_640") == ([3, 7, 11, 15], 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "unique", "virtual"),
+    [("chimera_510m", 277e6, 787e6), ("chimera_1_1b", 761e6, None), ("swarm_354m", 199e6, None)],
+)
+def test_unique_and_virtual_parameters_are_those_the_paper_states(name, unique, virtual, capsys):
+    found = plan(capsys, "--job.config_file", str(RECIPES / f"{name}.toml"), "--training.local_batch_size", "1")
+    assert found["parameters"]["unique"] == pytest.approx(unique, rel=0.005)
+    assert virtual is None or found["parameters"]["virtual"] == pytest.approx(virtual, rel=0.001)
+
+
+def test_without_loops_and_sharing_the_virtual_parameters_are_the_stored_ones():
+    config = job("hymo_primary").model.config
+    assert virtual_parameters(config) == sum(stored for stored, _ in config.parameter_table().values())
+
+
+@pytest.mark.parametrize("name", ["chimera_510m", "swarm_blackwell_v2", "hymo_primary"])
+def test_the_flops_of_all_loops_and_the_heads_are_the_flops_of_a_token(name):
+    config = job(name).model.config
+    loops = sum(row["flops"] for row in flops_by_loop(config, 2048))
+    beside = 3 * config.heads() * 2 * config.dim * config.vocab_size
+    beside += 3 * sum(config.mtp.config.flops(config.dim, 2048).values()) if config.mtp else 0
+    assert loops + beside == pytest.approx(sum(config.flops_per_token(2048).values()))
+
+
+def test_every_loop_does_the_same_work():
+    rows = flops_by_loop(job("chimera_510m").model.config, 2048)
+    assert [(row["zone"], row["loop"], row["steps"]) for row in rows] == [
+        ("bottom", 0, 4), ("top", 0, 4), ("top", 1, 4), ("top", 2, 4)
+    ]  # fmt: skip
+    assert len({row["flops"] for row in rows}) == 1
+
+
+def test_the_looped_zone_of_the_510m_is_277_mb_and_fits_in_no_cache():
+    """The paper says 35 MB, and that an H100 keeps it in its 50 MB."""
+    (zone,) = cache_residency(job("chimera_510m"))
+    assert (zone["zone"], zone["loops"]) == ("top", 3)
+    assert zone["bytes"] / 1e6 == pytest.approx(277, abs=1)
+    assert zone["gpus"]["H100"]["share"] == pytest.approx(0.19, abs=0.005)
+    assert all(held["share"] < 0.5 for held in zone["gpus"].values())
+    assert cache_residency(job("hymo_primary")) == []
+
+
+def test_a_looped_and_shared_stack_is_shown(capsys):
+    main(["--job.config_file", str(RECIPES / "swarm_debug.toml")])
+    shown = capsys.readouterr().out
+    for words in ("training FLOPs a token by loop", "an L2 cache holds", "shared.swarm_experts", "residual factors"):
+        assert words in shown

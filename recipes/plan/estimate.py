@@ -10,6 +10,7 @@ from typing import Any
 
 from components.metrics.flops import peak_tflops
 from recipes.job import Job
+from recipes.plan.loops import cache_residency, flops_by_loop, step_flops, virtual_parameters
 from recipes.plan.memory import MASTER_BYTES, Footprint, footprint, memory_per_rank
 
 # How each term is counted: training is three times the forward pass (backward does two products for each one).
@@ -19,6 +20,9 @@ FORMULAS = {
     "attention": "3 × 2 × H × (K + V) × T/2 for each causal attention layer",
     "recurrence": "3 × 6 × H × K × V for each gated delta rule: S k, the rank-1 update, S q",
 }
+
+
+TOGETHER = {"norm": "norms", "residual": "residual factors"}  # parts that the table sums, by the end of their path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +45,11 @@ def estimate(job: Job, machine: Machine) -> dict[str, Any]:
     return {
         "recipe": job.job.config_file,
         "overlay": list(job.job.overlay),
-        "stack": _stack(config),
+        "stack": _stack(config, training.seq_len),
         "parameters": _parameters(config, model),
         "flops_per_token": {"total": total_flops, **flops},
+        "flops_by_loop": flops_by_loop(config, training.seq_len),
+        "cache_residency": cache_residency(job),
         "memory_per_rank": memory_per_rank(job, model, machine.ranks),
         "ranks": machine.ranks,
         "micro_batches": training.global_batch_size // (training.local_batch_size * machine.ranks),
@@ -56,7 +62,7 @@ def estimate(job: Job, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _stack(config: Any) -> list[dict[str, Any]]:
+def _stack(config: Any, seq_len: int) -> list[dict[str, Any]]:
     """Every step of the flattened stack: what a token passes through, in order."""
     counts, steps = config.parameter_table(), []
     for step in config.steps():
@@ -65,7 +71,8 @@ def _stack(config: Any) -> list[dict[str, Any]]:
         stored, active = (sum(column) for column in zip(*own, strict=True))
         row = {"step": step.index, "layer": step.layer, "zone": step.zone, "loop": step.loop, "block": step.block}
         names = {"mixer": _name(config.mixers, labels.mixer), "ffn": _name(config.ffns, labels.ffn)}
-        steps.append({**row, **names, "stored": stored, "active": active})
+        flops = step_flops(config, step, seq_len)
+        steps.append({**row, **names, "stored": stored, "active": active, "flops": flops})
     return steps
 
 
@@ -76,21 +83,29 @@ def _name(parts: dict[str, Any], label: str) -> str:
 def _parameters(config: Any, model: Footprint) -> dict[str, Any]:
     counts = config.parameter_table()
     stored, active = (sum(column) for column in zip(*counts.values(), strict=True))
-    return {"total": stored, "active": active, "by_part": _by_part(config, counts), "by_role": model.by_role}
+    return {
+        "total": stored,
+        "active": active,
+        "unique": stored - counts["embedding"][0],
+        "virtual": virtual_parameters(config),
+        "by_part": _by_part(config, counts),
+        "by_role": model.by_role,
+    }
 
 
 def _by_part(config: Any, counts: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
-    """Stored and active parameters by label of mixer and FFN; norms together; embedding, MTP and wires by name."""
+    """Stored and active parameters by label of mixer and FFN; embedding, MTP, wires and shared parts by name."""
     label = {}
     for step in config.steps():
         labels = config.blocks[step.block]
         label |= {f"layers.{step.layer}.mixer": labels.mixer, f"layers.{step.layer}.ffn": labels.ffn}
     stored, active = Counter(), Counter()
     for path, (all_of_it, used) in counts.items():
-        part = "norms" if path.endswith("norm") else label.get(path, path)
+        together = [part for end, part in TOGETHER.items() if path.endswith(end)]
+        part = together[0] if together else label.get(path, path)
         stored[part] += all_of_it
         active[part] += used
-    return {part: {"stored": stored[part], "active": active[part]} for part in stored}
+    return {part: {"stored": stored[part], "active": active[part]} for part in stored if stored[part]}
 
 
 def _checkpoint(job: Job, model: Footprint) -> dict[str, int]:

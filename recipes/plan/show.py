@@ -19,9 +19,12 @@ def show(plan: Plan, console: Console) -> None:
         "parameters by part": _parts(plan),
         "parameters by role": _roles(plan),
         "training FLOPs a token": _flops(plan),
+        "training FLOPs a token by loop": _loops(plan),
         f"memory of one of {plan['ranks']} ranks (peak of tensors)": _memory(plan),
         "the run": _run([plan]),
     }
+    if plan["cache_residency"]:
+        tables["weights of a looped zone, and the part of them that an L2 cache holds"] = _caches(plan)
     console.print(_title(plan), style="bold")
     for heading, table in tables.items():
         console.print(f"\n{heading}", style="bold")
@@ -47,11 +50,18 @@ def _table(*columns: str) -> Table:
 
 
 def _stack(plan: Plan) -> Table:
-    table = _table("step", "layer", "zone", "loop", "mixer", "ffn", "stored", "active")
+    table = _table("step", "layer", "zone", "loop", "mixer", "ffn", "stored", "active", "FLOPs")
     for row in plan["stack"]:
         numbers = (_count(row[key]) for key in ("stored", "active"))
         table.add_row(
-            str(row["step"]), str(row["layer"]), row["zone"], str(row["loop"]), row["mixer"], row["ffn"], *numbers
+            str(row["step"]),
+            str(row["layer"]),
+            row["zone"],
+            str(row["loop"]),
+            row["mixer"],
+            row["ffn"],
+            *numbers,
+            _giga(row["flops"]),
         )
     return table
 
@@ -80,6 +90,23 @@ def _flops(plan: Plan) -> Table:
     return table
 
 
+def _loops(plan: Plan) -> Table:
+    table = _table("zone", "loop", "steps", "FLOPs")
+    for row in plan["flops_by_loop"]:
+        table.add_row(row["zone"], str(row["loop"]), str(row["steps"]), _giga(row["flops"]))
+    return table
+
+
+def _caches(plan: Plan) -> Table:
+    """A row a zone: its size in compute dtype, then what each GPU's cache holds of it."""
+    gpus = plan["cache_residency"][0]["gpus"]
+    table = _table("zone", "weights", *(f"{gpu} {held['l2_bytes'] / 2**20:.0f} MiB" for gpu, held in gpus.items()))
+    for row in plan["cache_residency"]:
+        shares = (f"{100 * held['share']:.0f}%" for held in row["gpus"].values())
+        table.add_row(row["zone"], f"{row['bytes'] / 2**20:,.0f} MiB", *shares)
+    return table
+
+
 def _memory(plan: Plan) -> Table:
     table = _table("kind", "size")
     for kind, size in plan["memory_per_rank"].items():
@@ -98,6 +125,8 @@ def _run(plans: Sequence[Plan]) -> Table:
 _LETTERS = ("", " K", " M", " B", " T")
 _HEADLINES = (
     "parameters",
+    "without the embedding",
+    "with nothing looped or shared",
     "active",
     "FLOPs a token",
     "steps",
@@ -120,8 +149,7 @@ _HEADLINES = (
 def _headlines(plan: Plan) -> Iterable[str]:
     parameters, checkpoint, time = plan["parameters"], plan["checkpoint"], plan["time"]
     return (
-        _count(parameters["total"]),
-        _count(parameters["active"]),
+        *(_count(parameters[key]) for key in ("total", "unique", "virtual", "active")),
         _giga(plan["flops_per_token"]["total"]),
         f"{plan['steps']:,}",
         f"{plan['tokens_per_step']:,}",
