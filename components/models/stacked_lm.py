@@ -381,7 +381,8 @@ class StackedLM(nn.Module):
         """Take in T more tokens (a prompt, or one decoded token); the logits (B, V) of what follows the last."""
         start_B1 = caches[0].lengths_B[:, None]
         position_BT = start_B1 + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        h_BTD = self._stack(F.embedding(tokens_BT, self.embedding), Context(position_BT), {}, caches)
+        with torch.compiler.set_stance("force_eager"):  # caches fill up: compiled code would be made anew each token
+            h_BTD = self._stack(F.embedding(tokens_BT, self.embedding), Context(position_BT), {}, caches)
         return self.head.logits(self.norm(h_BTD[:, -1]), self.embedding)
 
 
