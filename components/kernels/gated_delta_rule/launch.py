@@ -53,11 +53,10 @@ def choose(K: int, V: int) -> Config | None:
 
 @dataclass(frozen=True)
 class Saved:
-    """From forward to backward: T and P (chunk slots, H, C, C), the chunks' vectors (6, chunk slots, H, C), the state
-    before each segment and each segment's M (segment slots, H, ...). All lie in one buffer, the op's third output."""
+    """From forward to backward: T and P (chunk slots, H, 2, C, C), vectors (chunk slots, H, 6, C), the state before
+    each segment and each segment's M (segment slots, H, ...). All lie in one buffer, the op's third output."""
 
-    Tt: Tensor
-    Pt: Tensor
+    TP: Tensor
     vectors: Tensor
     states: Tensor
     M: Tensor
@@ -89,11 +88,10 @@ class Launch:
 
     def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each field of `Saved`, in order."""
-        C, square = self.config.chunk, (self.n_chunks, self.H, self.config.chunk, self.config.chunk)
+        C = self.config.chunk
         return [
-            (square, self.compute_dtype),
-            (square, self.compute_dtype),
-            ((6, self.n_chunks, self.H, C), torch.float32),
+            ((self.n_chunks, self.H, 2, C, C), self.compute_dtype),
+            ((self.n_chunks, self.H, 6, C), torch.float32),
             ((self.n_slots, self.HS, self.BV, self.BK), torch.float32),
             ((self.n_slots, self.HS, self.BK, self.BK), torch.float32),
         ]
@@ -119,14 +117,10 @@ class Launch:
 
         return [one(self.x.q_BTGK, self.K), one(self.x.k_BTGK, self.K), one(self.x.a_BTH), one(self.x.b_BTH)]
 
-    def scratch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What `gradients` hands from its way forward to its way back: states, X, and q . dq."""
-        chunks = self.n_chunks, self.HS
-        return (
-            self.new(*chunks, self.BV, self.BK, dtype=self.compute_dtype),
-            self.new(*chunks, self.BV, self.config.chunk, dtype=self.compute_dtype),
-            self.new(*chunks, self.config.chunk),
-        )
+    def scratch(self) -> tuple[Tensor, Tensor]:
+        """What `gradients` hands from its way forward to its way back: states with X, and q . dq."""
+        chunks, C = (self.n_chunks, self.HS), self.config.chunk
+        return self.new(*chunks, self.BV, self.BK + C, dtype=self.compute_dtype), self.new(*chunks, C)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.v_BTHV.device)
@@ -177,19 +171,19 @@ def forward(x: Inputs, config: Config, return_state: bool) -> tuple[Tensor, Tens
     BH = min(16, triton.next_power_of_2(c.H))
     kernels.gates[(c.n_slots * (config.segment // C) * triton.cdiv(c.H, BH),)](
         x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, saved.vectors, c.starts, slots, c.T,
-        x.a_BTH.stride(1), x.b_BTH.stride(1), c.n_chunks,
+        x.a_BTH.stride(1), x.b_BTH.stride(1),
         H=c.H, BH=BH, C=C, L=config.segment, PACKED=c.packed, num_warps=1,
     )  # fmt: skip
     parts = config.segment // (C * config.chunks_per_program)
     kernels.chunk_matrices[(c.n_slots * parts * c.H,)](
-        x.q_BTGK, x.k_BTGK, saved.Tt, saved.Pt, saved.vectors, c.starts, slots, c.T, x.scale,
-        x.q_BTGK.stride(1), x.k_BTGK.stride(1), c.n_chunks, **c.sizes, **c.heads, **c.numbers,
+        x.q_BTGK, x.k_BTGK, saved.TP, saved.vectors, c.starts, slots, c.T, x.scale,
+        x.q_BTGK.stride(1), x.k_BTGK.stride(1), **c.sizes, **c.heads, **c.numbers,
         LEVELS=C.bit_length() - 1, PER=config.chunks_per_program, IT=c.inverse_dtype, STAGES=config.matrix_stages,
         num_warps=config.matrix_warps,
     )  # fmt: skip
     kernels.segment_summaries[c.over_slots()](
-        x.k_BTGK, x.v_BTHV, saved.Tt, saved.vectors, saved.states, saved.M,
-        c.starts, slots, c.T, x.k_BTGK.stride(1), x.v_BTHV.stride(1), c.n_chunks,
+        x.k_BTGK, x.v_BTHV, saved.TP, saved.vectors, saved.states, saved.M,
+        c.starts, slots, c.T, x.k_BTGK.stride(1), x.v_BTHV.stride(1),
         **c.sizes, **c.values, **c.heads, **c.numbers, STAGES=config.summary_stages, num_warps=config.warps,
     )  # fmt: skip
     kernels.scan_forward[(c.documents * c.HS,)](
@@ -197,8 +191,8 @@ def forward(x: Inputs, config: Config, return_state: bool) -> tuple[Tensor, Tens
         INITIAL=x.initial_state_LHKV is not None, STAGES=config.scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
     kernels.outputs[c.over_slots()](
-        x.q_BTGK, x.k_BTGK, x.v_BTHV, saved.Tt, saved.Pt, saved.vectors, saved.states, o, final,
-        c.starts, slots, c.T, x.q_BTGK.stride(1), x.k_BTGK.stride(1), x.v_BTHV.stride(1), c.n_chunks,
+        x.q_BTGK, x.k_BTGK, x.v_BTHV, saved.TP, saved.vectors, saved.states, o, final,
+        c.starts, slots, c.T, x.q_BTGK.stride(1), x.k_BTGK.stride(1), x.v_BTHV.stride(1),
         **c.sizes, **c.values, **c.heads, **c.numbers, FINAL=return_state, STAGES=config.output_stages,
         num_warps=config.warps,
     )  # fmt: skip
@@ -216,8 +210,8 @@ def backward(
     q, k, v, a, b = x.q_BTGK, x.k_BTGK, x.v_BTHV, x.a_BTH, x.b_BTH
     R = torch.empty_like(saved.states)
     kernels.segment_gradients[c.over_slots()](
-        q, k, do, saved.Tt, saved.Pt, saved.vectors, R, _or(dfinal, do), c.starts, slots, c.T,
-        q.stride(1), k.stride(1), c.n_chunks, **c.sizes, **c.values, **c.heads, **c.numbers,
+        q, k, do, saved.TP, saved.vectors, R, _or(dfinal, do), c.starts, slots, c.T,
+        q.stride(1), k.stride(1), **c.sizes, **c.values, **c.heads, **c.numbers,
         FINAL=dfinal is not None, STAGES=config.reverse_stages, num_warps=config.warps,
     )  # fmt: skip
     kernels.scan_backward[(c.documents * c.HS,)](
@@ -229,9 +223,9 @@ def backward(
     dinitial = None if x.initial_state_LHKV is None else torch.empty_like(x.initial_state_LHKV)
     shares = c.new(2, c.n_slots, c.HS)
     kernels.gradients[c.over_slots()](
-        q, k, v, do, do, saved.Tt, saved.Tt, saved.Pt, saved.vectors, saved.states, R, *c.scratch(),
+        q, k, v, do, do, saved.TP, saved.TP, saved.vectors, saved.states, R, *c.scratch(),
         dq, dk, dv, da, db, shares, _or(dinitial, do), c.starts, slots, c.T, x.scale,
-        q.stride(1), k.stride(1), v.stride(1), c.n_chunks, c.n_slots,
+        q.stride(1), k.stride(1), v.stride(1), c.n_slots,
         **c.sizes, **c.values, **c.heads, **c.numbers, INITIAL=dinitial is not None,
         STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages, num_warps=config.gradient_warps,
     )  # fmt: skip

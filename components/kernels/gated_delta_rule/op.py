@@ -76,9 +76,19 @@ def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+_fused = True
+
+
+def use_fused(allowed: bool) -> None:
+    """Whether the Triton form may run, in this process, where device, dtype and head widths have one. To be said before
+    anything is compiled or recorded."""
+    global _fused
+    _fused = allowed
+
+
 def _config(inputs: Inputs) -> launch.Config | None:
     """How the Triton form runs these inputs, or None where the chunked PyTorch form does."""
-    if inputs.v_BTHV.device.type != "cuda" or inputs.v_BTHV.dtype == torch.float64:
+    if not _fused or inputs.v_BTHV.device.type != "cuda" or inputs.v_BTHV.dtype == torch.float64:
         return None
     return launch.choose(inputs.q_BTGK.shape[3], inputs.v_BTHV.shape[3])
 

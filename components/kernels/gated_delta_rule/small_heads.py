@@ -104,7 +104,7 @@ def _invert(minus_At, minus_A, row, column, LEVELS: tl.constexpr, IT: tl.constex
     return X
 
 
-@triton.jit(do_not_specialize=["T", "n_chunks"])
+@triton.jit(do_not_specialize=["T"])
 def gates(
     a,
     b,
@@ -116,7 +116,6 @@ def gates(
     T,
     a_stride,
     b_stride,
-    n_chunks,
     H: tl.constexpr,
     BH: tl.constexpr,
     C: tl.constexpr,
@@ -141,20 +140,19 @@ def gates(
     g, slope, free = _log_decay(a_CH, A_log_H[None, :], dt_bias_H[None, :])
     G = tl.cumsum(tl.where(inside, g * LOG2E, 0.0), 0)
     chunk = (start // C + document).to(tl.int64) * H + h
-    vector, step = vectors + chunk[None, :] * C + oc[:, None], n_chunks.to(tl.int64) * H * C
+    vector = vectors + chunk[None, :] * (6 * C) + oc[:, None]
     stored = (h < H)[None, :]
     tl.store(vector, G, mask=stored)
-    tl.store(vector + step, tl.where(inside, tl.sigmoid(b_CH), 0.0), mask=stored)
-    tl.store(vector + 4 * step, free, mask=stored)
-    tl.store(vector + 5 * step, slope, mask=stored)
+    tl.store(vector + C, tl.where(inside, tl.sigmoid(b_CH), 0.0), mask=stored)
+    tl.store(vector + 4 * C, free, mask=stored)
+    tl.store(vector + 5 * C, slope, mask=stored)
 
 
-@triton.jit(do_not_specialize=["T", "n_chunks"])
+@triton.jit(do_not_specialize=["T"])
 def chunk_matrices(
     q,
     k,
-    Tt,
-    Pt,
+    TP,
     vectors,
     cu,
     slots,
@@ -162,7 +160,6 @@ def chunk_matrices(
     scale,
     q_stride,
     k_stride,
-    n_chunks,
     H: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -177,8 +174,8 @@ def chunk_matrices(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """For PER chunks: Tt[j, i] = T_ij beta_j and Pt[j, i] = P_ij, both with the norms of k and q and the scale inside,
-    and the vectors 1/|k| and scale/|q|."""
+    """For PER chunks: T[j, i] = T_ij beta_j and after it P[j, i] = P_ij with the norms and the scale inside, and the
+    vectors 1/|k| and scale/|q|."""
     pid = tl.program_id(0)
     h = pid % H
     part = (pid // H) % (L // (C * PER))
@@ -192,50 +189,46 @@ def chunk_matrices(
     row, column = oc[:, None], oc[None, :]
     for t in tl.range(start, stop, C, num_stages=STAGES):
         chunk = (t // C + document).to(tl.int64) * H + h
-        vector, step = vectors + chunk * C + oc, n_chunks.to(tl.int64) * H * C
+        vector = vectors + chunk * (6 * C) + oc
         inside = (t + oc < stop)[:, None] & (ok < K)[None, :]
         k_CK = tl.load(_rows(k, t - start, k_stride, oc, ok), mask=inside, other=0.0)
         q_CK = tl.load(_rows(q, t - start, q_stride, oc, ok), mask=inside, other=0.0)
-        G, beta = tl.load(vector), tl.load(vector + step)
+        G, beta = tl.load(vector), tl.load(vector + C)
         kf, qf = k_CK.to(tl.float32), q_CK.to(tl.float32)
         rk = tl.rsqrt(tl.sum(kf * kf, 1) + EPS)
         rq = tl.rsqrt(tl.sum(qf * qf, 1) + EPS) * scale
-        tl.store(vector + 2 * step, rk)
-        tl.store(vector + 3 * step, rq)
+        tl.store(vector + 2 * C, rk)
+        tl.store(vector + 3 * C, rq)
         D = tl.exp2(-tl.abs(G[None, :] - G[:, None])) * rk[:, None]
         KK = _dot(k_CK, tl.trans(k_CK), CT, PRECISION) * D * -rk[None, :]
         minus_At = tl.where(row < column, KK * beta[None, :], 0.0)
         minus_A = tl.where(row > column, KK * beta[:, None], 0.0)
         X = _invert(minus_At, minus_A, row, column, LEVELS, IT, PRECISION)
         P = tl.where(row <= column, _dot(k_CK, tl.trans(q_CK), CT, PRECISION) * D * rq[None, :], 0.0)
-        matrix = chunk * C * C + row * C + column
-        tl.store(Tt + matrix, (X * beta[:, None]).to(CT))
-        tl.store(Pt + matrix, P.to(CT))
+        matrices = TP + chunk * (2 * C * C) + row * C + column
+        tl.store(matrices, (X * beta[:, None]).to(CT))
+        tl.store(matrices + C * C, P.to(CT))
 
 
 @triton.jit
-def _load_vectors(vectors, chunk, n_vectors, oc, C: tl.constexpr):
+def _load_vectors(vectors, chunk, oc, C: tl.constexpr):
     """G, the whole chunk's decay G_C, 1/|k| and scale/|q|."""
-    G = tl.load(vectors + chunk * C + oc)
-    last = tl.load(vectors + chunk * C + C - 1)
-    rk = tl.load(vectors + (2 * n_vectors + chunk) * C + oc)
-    rq = tl.load(vectors + (3 * n_vectors + chunk) * C + oc)
-    return G, last, rk, rq
+    vector = vectors + chunk * (6 * C)
+    return tl.load(vector + oc), tl.load(vector + C - 1), tl.load(vector + 2 * C + oc), tl.load(vector + 3 * C + oc)
 
 
 @triton.jit
-def _load_gates(vectors, chunk, n_vectors, oc, C: tl.constexpr):
+def _load_gates(vectors, chunk, oc, C: tl.constexpr):
     """g and its slope in a (both zero on the floor), and beta."""
-    g = tl.load(vectors + (4 * n_vectors + chunk) * C + oc)
-    g_slope = tl.load(vectors + (5 * n_vectors + chunk) * C + oc)
-    return g, g_slope, tl.load(vectors + (n_vectors + chunk) * C + oc)
+    vector = vectors + chunk * (6 * C)
+    return tl.load(vector + 4 * C + oc), tl.load(vector + 5 * C + oc), tl.load(vector + C + oc)
 
 
-@triton.jit(do_not_specialize=["T", "n_chunks"])
+@triton.jit(do_not_specialize=["T"])
 def segment_summaries(
     k,
     v,
-    Tt,
+    TP,
     vectors,
     N,
     M,
@@ -244,7 +237,6 @@ def segment_summaries(
     T,
     k_stride,
     v_stride,
-    n_chunks,
     H: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -276,8 +268,8 @@ def segment_summaries(
         chunk = (t // C + document).to(tl.int64) * H + h
         k_CK = tl.load(_rows(k, t - start, k_stride, oc, ok), mask=(ok < K)[None, :], other=0.0)
         v_CV = tl.load(_rows(v, t - start, v_stride, oc, ov), mask=(ov < V)[None, :], other=0.0)
-        T_CC = tl.load(Tt + chunk * C * C + oc[:, None] * C + oc[None, :])
-        G, last, rk, _rq = _load_vectors(vectors, chunk, n_chunks * H, oc, C)
+        T_CC = tl.load(TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :])
+        G, last, rk, _rq = _load_vectors(vectors, chunk, oc, C)
         before, after, gamma = (tl.exp2(G) * rk)[None, :], (tl.exp2(last - G) * rk)[None, :], tl.exp2(last)
         kt = tl.trans(k_CK)
         X = tl.trans(v_CV).to(tl.float32) - before * _dot(N_VK, kt, CT, PRECISION)
@@ -369,13 +361,12 @@ def _load_state(
         return tl.zeros((BV, BK), tl.float32)
 
 
-@triton.jit(do_not_specialize=["T", "n_chunks"])
+@triton.jit(do_not_specialize=["T"])
 def outputs(
     q,
     k,
     v,
-    Tt,
-    Pt,
+    TP,
     vectors,
     states,
     o,
@@ -386,7 +377,6 @@ def outputs(
     q_stride,
     k_stride,
     v_stride,
-    n_chunks,
     H: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -424,9 +414,9 @@ def outputs(
         k_CK = tl.load(_rows(k, t - start, k_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
         q_CK = tl.load(_rows(q, t - start, q_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
         v_CV = tl.load(_rows(v, t - start, v_stride, oc, ov), mask=here & (ov < V)[None, :], other=0.0)
-        T_CC = tl.load(Tt + chunk * C * C + oc[:, None] * C + oc[None, :])
-        P_CC = tl.load(Pt + chunk * C * C + oc[:, None] * C + oc[None, :])
-        G, last, rk, rq = _load_vectors(vectors, chunk, n_chunks * H, oc, C)
+        matrices = TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :]
+        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
+        G, last, rk, rq = _load_vectors(vectors, chunk, oc, C)
         E = tl.exp2(G)
         X = tl.trans(v_CV).to(tl.float32) - (E * rk)[None, :] * _dot(S, tl.trans(k_CK), CT, PRECISION)
         U = _dot(X, T_CC, CT, PRECISION)
@@ -450,13 +440,12 @@ def _through_chunk(
     return dX, dS + _dot(dX * -before, k_CK, CT, PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "n_chunks"])
+@triton.jit(do_not_specialize=["T"])
 def segment_gradients(
     q,
     k,
     do,
-    Tt,
-    Pt,
+    TP,
     vectors,
     R,
     dfinal,
@@ -465,7 +454,6 @@ def segment_gradients(
     T,
     q_stride,
     k_stride,
-    n_chunks,
     H: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -507,9 +495,9 @@ def segment_gradients(
         k_CK = tl.load(_rows(k, t - start, k_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
         q_CK = tl.load(_rows(q, t - start, q_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
         do_CV = tl.load(_rows(do, t - start, HS * V, oc, ov), mask=here & (ov < V)[None, :], other=0.0)
-        T_CC = tl.load(Tt + chunk * C * C + oc[:, None] * C + oc[None, :])
-        P_CC = tl.load(Pt + chunk * C * C + oc[:, None] * C + oc[None, :])
-        G, last, rk, rq = _load_vectors(vectors, chunk, n_chunks * H, oc, C)
+        matrices = TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :]
+        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
+        G, last, rk, rq = _load_vectors(vectors, chunk, oc, C)
         E = tl.exp2(G)
         before, query, after = (E * rk)[None, :], (E * rq)[None, :], (tl.exp2(last - G) * rk)[None, :]
         gamma = tl.exp2(last)
@@ -559,21 +547,19 @@ def scan_backward(
     tl.store(R + (first * HS + hs).to(tl.int64) * BV * BK + tile_VK, dS)
 
 
-@triton.jit(do_not_specialize=["T", "n_chunks", "n_slots"])
+@triton.jit(do_not_specialize=["T", "n_slots"])
 def gradients(
     q,
     k,
     v,
     do,
     do_again,
-    Tt,
-    Tt_again,
-    Pt,
+    TP,
+    TP_again,
     vectors,
     states,
     R,
-    S_scratch,
-    X_scratch,
+    scratch,
     q_dot,
     dq,
     dk,
@@ -589,7 +575,6 @@ def gradients(
     q_stride,
     k_stride,
     v_stride,
-    n_chunks,
     n_slots,
     H: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -647,14 +632,15 @@ def gradients(
         v_CV = tl.load(_rows(v, t - start, v_stride, oc, ov), mask=here & inside_V, other=0.0)
         q_CK = tl.load(_rows(q, t - start, q_stride, oc, ok), mask=here & inside_K, other=0.0)
         do_CV = tl.load(_rows(do, t - start, HS * V, oc, ov), mask=here & inside_V, other=0.0)
-        T_CC, T_again_CC = tl.load(Tt + chunk * C * C + tile_CC), tl.load(Tt_again + chunk * C * C + tile_CC)
-        P_CC = tl.load(Pt + chunk * C * C + tile_CC)
-        G, last, rk, rq = _load_vectors(vectors, chunk, n_chunks * H, oc, C)
+        matrices = TP + chunk * (2 * C * C) + tile_CC
+        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
+        T_again_CC = tl.load(TP_again + chunk * (2 * C * C) + tile_CC)
+        G, last, rk, rq = _load_vectors(vectors, chunk, oc, C)
         E = tl.exp2(G)
         Sc = S.to(CT)
         X = (tl.trans(v_CV).to(tl.float32) - (E * rk)[None, :] * _dot(Sc, tl.trans(k_CK), CT, PRECISION)).to(CT)
-        tl.store(S_scratch + own * BV * BK + tile_VK, Sc)
-        tl.store(X_scratch + own * BV * C + tile_VC, X)
+        tl.store(scratch + own * (BV * (BK + C)) + tile_VK, Sc)
+        tl.store(scratch + own * (BV * (BK + C)) + BV * BK + tile_VC, X)
         after = (tl.exp2(last - G) * rk)[None, :]
         S = tl.exp2(last) * S + _dot(_dot(X, T_CC, CT, PRECISION) * after, k_CK, CT, PRECISION)
 
@@ -682,13 +668,14 @@ def gradients(
         q_CK = tl.load(_rows(q, t - start, q_stride, oc, ok), mask=here[:, None] & inside_K, other=0.0)
         do_CV = tl.load(_rows(do, t - start, HS * V, oc, ov), mask=here[:, None] & inside_V, other=0.0)
         do_again_CV = tl.load(_rows(do_again, t - start, HS * V, oc, ov), mask=here[:, None] & inside_V, other=0.0)
-        T_CC, T_again_CC = tl.load(Tt + chunk * C * C + tile_CC), tl.load(Tt_again + chunk * C * C + tile_CC)
-        P_CC = tl.load(Pt + chunk * C * C + tile_CC)
-        S_VK = tl.load(S_scratch + own * BV * BK + tile_VK)
-        X_CV = tl.trans(tl.load(X_scratch + own * BV * C + tile_VC))
+        matrices = TP + chunk * (2 * C * C) + tile_CC
+        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
+        T_again_CC = tl.load(TP_again + chunk * (2 * C * C) + tile_CC)
+        S_VK = tl.load(scratch + own * (BV * (BK + C)) + tile_VK)
+        X_CV = tl.trans(tl.load(scratch + own * (BV * (BK + C)) + BV * BK + tile_VC))
         dG = tl.load(q_dot + own * C + oc)
-        G, last, rk, rq = _load_vectors(vectors, chunk, n_chunks * H, oc, C)
-        g, g_slope, beta = _load_gates(vectors, chunk, n_chunks * H, oc, C)
+        G, last, rk, rq = _load_vectors(vectors, chunk, oc, C)
+        g, g_slope, beta = _load_gates(vectors, chunk, oc, C)
         E, d, gamma = tl.exp2(G), tl.exp2(last - G), tl.exp2(last)
 
         U = _dot(tl.trans(T_again_CC), X_CV, CT, PRECISION).to(CT)
