@@ -163,6 +163,7 @@ def build(job: Job, place: Place, stop: StopRequest) -> Run:
     model = prepare_model(
         job.model,
         parallelism=job.parallelism,
+        fused_gdn=job.fused_gdn,
         moe_mixed_precision=job.moe_mixed_precision,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,

@@ -6,6 +6,7 @@ build on meta -> how experts are stored, what stays whole -> activation checkpoi
 
 import torch
 
+from components.kernels.gated_delta_rule.op import gated_delta_rule, use_fused
 from components.kernels.grouped_gemm.op import grouped_mm
 from components.models.stacked_lm import StackedLM
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -21,6 +22,7 @@ def prepare_model(
     component: Component,
     *,
     parallelism,
+    fused_gdn,
     moe_mixed_precision,
     activation_checkpoint,
     compile,
@@ -34,6 +36,7 @@ def prepare_model(
     """The model that `component` describes, sharded over `world` ranks, on `device`, with initial values, for training
     on micro-batches of (rows, positions). Sections of the recipe come under their names. Raises ValueError for an
     optimisation that cannot be switched on and must be."""
+    use_fused(fused_gdn.enable and attempt("fused_gdn", fused_gdn.on_failure, lambda: _probe_fused(dtype, device)))
     with torch.device("meta"):
         model = component.build()
         _arrange(model, parallelism, moe_mixed_precision, cuda_graph, dtype, device)
@@ -57,13 +60,23 @@ def _arrange(model: StackedLM, parallelism, moe_mixed_precision, cuda_graph, dty
     if parallelism.expert_wrapping == "per_expert":
         separate_experts(model)
     on_failure = moe_mixed_precision.on_failure
-    if not (moe_mixed_precision.enable and attempt("moe_mixed_precision", on_failure, lambda: _probe(dtype, device))):
+    if not (
+        moe_mixed_precision.enable and attempt("moe_mixed_precision", on_failure, lambda: _probe_grouped(dtype, device))
+    ):
         exact_experts(model)
     if cuda_graph.enable:
         keep_whole(model, cuda_graph.components, dtype)
 
 
-def _probe(dtype: torch.dtype, device: torch.device) -> None:
+def _probe_fused(dtype: torch.dtype, device: torch.device) -> None:
+    """The recurrence and its gradients on 16 tokens of one head, or what the device or its compiler has to say."""
+    shapes = [(1, 16, 1, 32)] * 3 + [(1, 16, 1)] * 2
+    inputs = [torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+    gates = torch.zeros(2, 1, device=device)
+    gated_delta_rule(*inputs, *gates)[0].square().sum().backward()
+
+
+def _probe_grouped(dtype: torch.dtype, device: torch.device) -> None:
     """A grouped product and its gradients in `dtype`, or what the device has to say against it."""
     rows, weight = (torch.ones(s, dtype=dtype, device=device, requires_grad=True) for s in ((16, 16), (2, 16, 16)))
     grouped_mm(rows, weight, torch.tensor([8, 16], dtype=torch.int32, device=device)).square().sum().backward()

@@ -1,7 +1,7 @@
 """Optimisations that a recipe may ask for and a machine may refuse: one rule for all of them.
 
-Each section ([compile], [cuda_graph], [moe_mixed_precision]) has `enable` and `on_failure`. "error" stops the run with
-the reason; "plain" says so once and goes on without.
+Each section ([fused_gdn], [moe_mixed_precision], [compile], [cuda_graph]) has `enable` and `on_failure`. "error" stops
+the run with the reason; "plain" says so once and goes on without.
 """
 
 import warnings

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "activation_checkpoint.*",
     "compile.*",
     "cuda_graph.*",
+    "fused_gdn.*",
     "moe_mixed_precision.*",
     "checkpoint.*",
     "validation.*",

@@ -102,6 +102,12 @@ class CudaGraphSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedGDNSection:
+    enable: bool = True  # the gated delta rule's Triton form where device and head widths have one; else PyTorch's
+    on_failure: Literal["error", "plain"] = "error"  # stop, or warn and run PyTorch's
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeMixedPrecisionSection:
     enable: bool = True  # routed experts compute in [training] dtype; else in fp32
     on_failure: Literal["error", "plain"] = "error"  # stop, or warn and compute in fp32
@@ -187,6 +193,7 @@ class Job:
     activation_checkpoint: ActivationCheckpointSection = field(default_factory=ActivationCheckpointSection)
     compile: CompileSection = field(default_factory=CompileSection)
     cuda_graph: CudaGraphSection = field(default_factory=CudaGraphSection)
+    fused_gdn: FusedGDNSection = field(default_factory=FusedGDNSection)
     moe_mixed_precision: MoeMixedPrecisionSection = field(default_factory=MoeMixedPrecisionSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     validation: ValidationSection = field(default_factory=ValidationSection)

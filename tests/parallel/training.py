@@ -35,6 +35,7 @@ PLAN = {
         "reduce_dtype": "float32",
         "reshard_after_forward": True,
     },
+    "fused_gdn": {"enable": True, "on_failure": "error"},
     "moe_mixed_precision": {"enable": True, "on_failure": "error"},
     "activation_checkpoint": {"mode": "none", "selective_ac_option": "op", "components": ("model",)},
     "compile": {"enable": False, "components": ("model", "loss"), "backend": "aot_eager", "on_failure": "error"},
