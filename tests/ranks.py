@@ -37,11 +37,11 @@ def verdicts(ranks: int, module: str, folder: Path) -> dict[str, str]:
     return json.loads(_report(folder, module, ranks).read_text())
 
 
-def run(module: str, *arguments: str) -> str:
-    """What `python -m module` prints; it must end with status 0."""
+def run(module: str, *arguments: str, timeout: float = 180) -> str:
+    """What `python -m module` prints; it must end with status 0, in `timeout` seconds."""
     command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | ENVIRONMENT
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

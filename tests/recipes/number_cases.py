@@ -1,0 +1,106 @@
+"""Whole runs on 4 ranks, then 2, then 1, in one folder: each launch compares with what those before it left there."""
+
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from recipes.pretrain import Run
+from tests.recipes.runs import (
+    assert_same_lines,
+    assert_same_state,
+    continued,
+    kept,
+    lines,
+    state,
+    trained,
+)
+
+BARE = ("--checkpoint.no_enable", "--validation.no_enable", "--metrics.no_enable_tensorboard")
+DOCUMENTS = (*BARE[1:], "--data.packing", "document", "--training.steps", "6", "--checkpoint.interval", "3")
+BEFORE = {2: 4, 1: 2}  # the launch before this number of ranks
+
+
+def own(folder: Path, name: str) -> Path:
+    return folder / f"{name}-{dist.get_world_size()}"
+
+
+@cache
+def plain(folder: Path) -> Run:
+    """The unbroken run that others are compared with, in own(folder, "plain")."""
+    run = trained(own(folder, "plain"), "--metrics.no_enable_tensorboard")
+    kept(state(run), own(folder, "plain") / "state.pt")
+    return run
+
+
+def test_twenty_steps_are_those_of_any_other_number_of_ranks(folder: Path):
+    assert_same_state(state(plain(folder)), torch.load(folder / "plain-4" / "state.pt"), rtol=1e-5)
+    assert_same_lines(lines(own(folder, "plain")), lines(folder / "plain-4"), rtol=1e-5)
+
+
+def test_with_bf16_newton_schulz_their_losses_are_within_a_thousandth(folder: Path):
+    """bf16 makes 1e-3 of a difference of 1e-7, which sends single tokens to other experts: losses, not weights."""
+    if dist.get_world_size() == 2:
+        return
+    trained(own(folder, "bf16"), *BARE, "--optimizer.matrix.ns_dtype", "bfloat16")
+    found, expected = ([only_losses(line) for line in lines(root)] for root in (own(folder, "bf16"), folder / "bf16-4"))
+    assert_same_lines(found, expected, rtol=1e-3)
+
+
+def only_losses(line: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in line.items() if key == "step" or "loss" in key}
+
+
+def test_after_them_every_rank_holds_the_same_bits_of_router_norms_and_routing_bias(folder: Path):
+    model = plain(folder).model
+    weights = {name: p.full_tensor() for name, p in model.named_parameters() if "router" in name or "norm" in name}
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("bias_E")}
+    assert len(weights) > 5 and all(bias.any() for bias in biases.values())
+    for name, tensor in {**weights, **biases}.items():
+        everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, tensor.contiguous())
+        assert all(torch.equal(everywhere[0], other) for other in everywhere), name
+
+
+def test_the_last_step_is_saved_and_validated_although_a_multiple_of_neither_interval(folder: Path):
+    plain(folder)
+    found = lines(own(folder, "plain"))
+    assert [line["step"] for line in found if "loss" in line] == list(range(1, 21))
+    assert [line["step"] for line in found if "validation/loss" in line] == [13, 20]
+    assert sorted(os.listdir(own(folder, "plain") / "checkpoint")) == ["step-16", "step-20", "step-8"]
+
+
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit_also_with_loader_threads(folder: Path):
+    expected = state(plain(folder))
+    root = continued(own(folder, "plain"), own(folder, "resumed"), step=16)
+    assert_same_state(state(trained(root, "--data.workers", "2")), expected)
+    assert_same_lines(lines(root), lines(own(folder, "plain")))
+
+
+def test_so_it_is_with_packed_documents(folder: Path):
+    expected = state(trained(own(folder, "documents"), *DOCUMENTS, "--data.workers", "2"))
+    root = continued(kept_folder := own(folder, "documents"), own(folder, "documents-resumed"), step=3)
+    assert_same_state(state(trained(root, *DOCUMENTS)), expected)
+    assert_same_lines(lines(root), lines(kept_folder))
+    kept(expected, kept_folder / "state.pt")
+
+
+def test_a_run_goes_on_where_another_number_of_ranks_left_it(folder: Path):
+    """Four ranks make 8 steps, two the next 8, one the rest."""
+    if dist.get_world_size() == 4:
+        return
+    source, step = {2: (folder / "plain-4", 8), 1: (folder / "moved-2", 16)}[dist.get_world_size()]
+    root = continued(source, own(folder, "moved"), step)
+    assert_same_state(state(trained(root)), torch.load(folder / "plain-4" / "state.pt"), rtol=1e-5)
+    assert_same_lines(lines(root), lines(folder / "plain-4"), rtol=1e-5)
+
+
+def test_so_it_does_with_packed_documents(folder: Path):
+    if dist.get_world_size() == 4:
+        return
+    before = folder / f"documents-{BEFORE[dist.get_world_size()]}"
+    root = continued(before, own(folder, "documents-moved"), step=3)
+    assert_same_state(state(trained(root, *DOCUMENTS)), torch.load(before / "state.pt"), rtol=1e-5)
+    assert_same_lines(lines(root), lines(before), rtol=1e-5)
