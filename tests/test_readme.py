@@ -44,6 +44,18 @@ def test_the_example_component_keeps_the_contract_of_mixers(folder):
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
 
+def test_the_example_component_replaces_a_mixer_of_chimera_in_one_line(folder):
+    """Of looped layers, too, that a wire tells which pass it is."""
+    recipe = folder / "chimera_shift.toml"
+    parts = [f'base = "{REPOSITORY}/train_configs/chimera_debug.toml"', 'job.imports = ["token_shift"]']
+    recipe.write_text("\n".join([*parts, 'model.mixers.gdn = { name = "token_shift", hidden = 96 }']))
+    flags = ["--training.steps", "2", "--job.dump_folder", str(folder / "chimera"), "--validation.batches", "1"]
+    flags += ["--training.global_batch_size", "8", "--training.seq_len", "32", "--validation.prompts", "To be"]
+    done = run(folder, "-m", "recipes.pretrain", "--job.config_file", str(recipe), *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("token_shift") >= 2 and "held-out loss" in done.stdout
+
+
 def test_every_file_the_readme_links_to_or_runs_exists():
     links = re.findall(r"\]\(([^)#]+)\)", README)
     run = re.findall(r"(?<![\w/])(?:train_configs|launch)/[\w/]+\.(?:toml|sh)", README)

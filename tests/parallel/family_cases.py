@@ -8,7 +8,7 @@ from tests.models.families import FAMILIES, SWARM
 from tests.parallel.rank_cases import PER_EXPERT, compare
 from tests.parallel.training import trained
 
-WHOLE, BY_OP = ({"activation_checkpoint": {"mode": mode}} for mode in ("full", "selective"))
+WHOLE = {"activation_checkpoint": {"mode": "full"}}
 COMPILED = {"compile": {"enable": True}}
 # Errors are relative to the values, and these would start at 0.
 X0 = {"x0": {"name": "x0_injection", "initial": 0.1}}
@@ -23,11 +23,11 @@ def same(folder: Path, family: str, *plans: dict) -> None:
 
 
 def test_looped_blocks_with_wires(folder: Path):
-    same(folder, "chimera", {}, WHOLE, BY_OP)
+    same(folder, "chimera", {}, WHOLE)
 
 
 def test_a_pool_that_layers_share(folder: Path):
-    same(folder, "swarm", {}, WHOLE, PER_EXPERT)
+    same(folder, "swarm", {}, {**PER_EXPERT, **WHOLE})
 
 
 def test_borrowed_keys(folder: Path):
