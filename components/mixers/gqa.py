@@ -96,8 +96,8 @@ class GQA(nn.Module):
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.config.kv_heads != self.config.heads
         )
-        lent = dict(zip(LENT, (k_BLGK, v_BLGK), strict=True)) if self.config.lends else {}
-        return F.linear(o.transpose(1, 2).flatten(2), self.out), lent
+        lent = (k_BLGK.contiguous(), v_BLGK.contiguous()) if self.config.lends else ()
+        return F.linear(o.transpose(1, 2).flatten(2), self.out), dict(zip(LENT, lent, strict=False))
 
     def _project(self, x_BTD: Tensor, ctx: Context) -> list[Tensor]:
         """Rotated queries and, unless they are borrowed, rotated keys, and values; (B, T, heads, K) each."""
