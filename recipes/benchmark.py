@@ -26,6 +26,7 @@ from components.kernels.short_conv import short_conv
 from components.kernels.short_conv.reference import short_conv_reference
 
 OUT_LIMIT, GRADIENT_LIMIT = 5e-3, 1.5e-2  # relative L2 error against float64
+PEER_SLACK = 2  # a peer is timed, and its verdict printed, up to twice that error
 SPIN = 4_000_000  # GPU cycles of waiting before each timed call, so that its launches are queued when it starts
 
 
@@ -82,8 +83,11 @@ class Result:
 
     @property
     def right(self) -> bool:
-        worst = max(e for name, e in self.errors.items() if name != "o")
-        return self.errors["o"] <= OUT_LIMIT and worst <= GRADIENT_LIMIT  # false for NaN
+        return self.within(1)
+
+    def within(self, slack: float) -> bool:
+        """Whether errors are at most `slack` times what is allowed; not if any is NaN."""
+        return all(e <= slack * (OUT_LIMIT if name == "o" else GRADIENT_LIMIT) for name, e in self.errors.items())
 
 
 def kernels(
@@ -120,7 +124,7 @@ def kernels(
 def measure(kernel: str, name: str, provider: str, make: Callable, ceilings: dict, seconds: float) -> Result:
     shape = SHAPES[name]
     result = Result(kernel, name, provider, errors(make(dataclasses.replace(shape, B=1, T=700), 0)))
-    if not result.right:
+    if not result.within(1 if provider == "ours" else PEER_SLACK):
         return result
     problems = [make(shape, seed) for seed in range(3)]  # rotated, so that no input waits in the cache
     forwards = [lambda p=p: p.forward(*(x.detach() for x in p.inputs)) for p in problems]
@@ -150,7 +154,8 @@ def rule_tensors(shape: Shape, seed: int) -> tuple[list[Tensor], Tensor]:
 
     step = torch.exp(math.log(1e-3) + math.log(100) * torch.rand(H, generator=generator, device="cuda"))
     A_log = (16 * torch.rand(H, generator=generator, device="cuda") + 1e-3).log()
-    x = [draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), draw(B, T, H), 2 * draw(B, T, H)]
+    b = draw(B, T, H).mul(2).clamp(-4, 4)  # beta must stay below one in bfloat16: fla's is turned back into a logit
+    x = [draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), draw(B, T, H), b]
     x = [*(y.bfloat16() for y in x), A_log, step + torch.log(-torch.expm1(-step))]
     return [y.requires_grad_() for y in x], draw(B, T, H, V).bfloat16()
 

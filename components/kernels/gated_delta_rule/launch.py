@@ -37,11 +37,12 @@ class Config:
     gradient_warps: int = 1
 
 
-def choose(K: int, V: int) -> Config | None:
+def choose(K: int, V: int, capability: tuple[int, int] = (9, 0)) -> Config | None:
     """The configuration for head widths, or None where there is no Triton form. It must not depend on B or T: packed
     documents have to give the bits of separate calls."""
     if max(K, V) <= 32:
-        return Config()
+        ahead = {} if capability >= (9, 0) else {"recompute_stages": 1, "gradient_stages": 1}  # else sm_80 spills
+        return Config(**ahead)
     block = next((block for block in (64, 32, 16) if V % block == 0), V)
     if K > 128 or block > 64:
         return None
