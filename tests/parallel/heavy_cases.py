@@ -8,6 +8,8 @@ from tests.parallel.training import trained
 
 
 def test_compiled_blocks_and_loss_change_nothing(folder: Path):
+    """To 1e-4: fused code rounds otherwise, and Adam's first steps magnify that where a gradient is next to nothing."""
     compare(folder, "heavy", trained(**SMALL))
     compiled = {"compile": {"enable": True, "backend": "inductor"}}
-    compare(folder, "heavy", trained({**compiled, **PER_EXPERT, "activation_checkpoint": {"mode": "full"}}, **SMALL))
+    plan = {**compiled, **PER_EXPERT, "activation_checkpoint": {"mode": "full"}}
+    compare(folder, "heavy", trained(plan, **SMALL), rtol=1e-4)
