@@ -31,7 +31,7 @@ install() {
   "$python" -m venv --clear .venv
   # With setuptools at hand the project itself needs no second, isolated environment to be built in.
   pip_install 'setuptools>=77'
-  pip_install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+  pip_install --constraint constraints.txt --no-build-isolation --editable '.[dev,data]'
   recipe_of_environment >.venv/made-from
 }
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from small_model import NORMUON, configs, initialised
 
 from components.optimizers.roles import build_optimizers
+from tests.optimizers.small_model import NORMUON, configs, initialised
 
 
 def stepped(device):

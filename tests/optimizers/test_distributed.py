@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from small_model import NORMUON, built, configs, initialised, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from components.optimizers.roles import build_optimizers
+from tests.optimizers.small_model import NORMUON, built, configs, initialised, train
 
 DISTRIBUTIONS = ("round_robin", "unsorted", "balanced", "naive")
 LAYOUTS = ("rows", "columns", "replicated", "two meshes")

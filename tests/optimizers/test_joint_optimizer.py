@@ -1,11 +1,11 @@
 import pytest
 import torch
-from small_model import ADAMW, NORMUON, built, configs, initialised, train
 from torch import nn
 
 from components.optimizers.roles import build_optimizers, parameters_by_role
 from components.parameters import Logical, Role, constant, rows, whole
 from registry import RecipeError, parse_component
+from tests.optimizers.small_model import ADAMW, NORMUON, built, configs, initialised, train
 
 
 def test_every_parameter_is_in_exactly_one_role():

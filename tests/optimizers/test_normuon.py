@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from small_model import NORMUON, built, train
 from torch import nn
 
 from components.kernels.newton_schulz.reference import newton_schulz_reference
 from components.optimizers.roles import build_optimizers
 from components.parameters import Role, normal, rows, whole
 from registry import parse_component
+from tests.optimizers.small_model import NORMUON, built, train
 
 DTYPE = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
 

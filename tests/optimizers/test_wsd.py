@@ -1,8 +1,8 @@
 import pytest
-from small_model import configs, initialised
 
 from components.optimizers.roles import build_optimizers
 from registry import RecipeError, parse_component
+from tests.optimizers.small_model import configs, initialised
 
 
 def wsd(**table):
