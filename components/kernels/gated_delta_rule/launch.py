@@ -18,7 +18,8 @@ from components.kernels.gated_delta_rule.chunk import Inputs
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens a chunk and a segment, state heads a value head is split into, how far each kernel's loop loads ahead."""
+    """Tokens a chunk and a segment, state heads a value head is split into, and for each kernel how many chunks its loop
+    holds at once (stages; 1 loads nothing ahead) and the warps of a program."""
 
     chunk: int = 16
     segment: int = 320
@@ -77,7 +78,7 @@ class Launch:
         self.documents = len(x.starts_L1) - 1 if self.packed else self.B
         tokens, C, L = self.B * self.T, config.chunk, config.segment
         self.n_chunks = tokens // C + self.documents
-        self.n_slots = tokens // L + self.documents if self.packed else self.B * triton.cdiv(self.T, L)
+        self.n_slots = tokens // L + self.documents if self.packed else self.B * -(-self.T // L)
         exact = x.v_BTHV.dtype == torch.float32
         self.compute_dtype = torch.float32 if exact else torch.bfloat16
         self.inverse_dtype = tl.float32 if exact else tl.float16

@@ -13,9 +13,12 @@ and backward the same way round: `segment_gradients` (what a segment adds to the
 `scan_backward`, `gradients`, `reduce_shares`. States are held V by K here (S is a state transposed), so that a state is
 the left operand of every product with it and never leaves the registers for one.
 
-Shapes: H value heads, K, V widths (BK, BV padded to powers of two), C chunk, L segment. Tokens are numbered over all
-rows. A document that starts at token t owns the segment slots from t // L + (its number) on, and the chunk slots
-likewise: distinct for all documents, without any prefix sum. Decays are in powers of two.
+Wider values are split: a value head is then SPLIT state heads of V values each, which share keys, queries, gates, T and
+P. Gradients of what is shared are written once a state head and summed outside.
+
+Shapes: H value heads, HS = H SPLIT state heads, K, V widths (BK, BV padded to powers of two), C chunk, L segment.
+Tokens are numbered over all rows. A document that starts at token t owns the segment slots from t // L + (its number)
+on, and the chunk slots likewise: distinct for all documents, without any prefix sum. Decays are in powers of two.
 """
 
 import triton
