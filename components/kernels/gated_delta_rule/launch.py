@@ -18,7 +18,7 @@ from components.kernels.gated_delta_rule.chunk import Inputs
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens a chunk and a segment, state heads a value head is split into, and for each kernel how many chunks its loop
+    """Tokens a chunk and a segment, state heads a value head is split into; for each kernel, how many chunks its loop
     holds at once (stages; 1 loads nothing ahead) and the warps of a program."""
 
     chunk: int = 16
