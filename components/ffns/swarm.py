@@ -71,10 +71,10 @@ class Swarm(nn.Module):
         def active_parameters(self, dim: int) -> int:
             return self.top_k * self._expert(dim) + self.experts * dim
 
-        def pool_parameters(self, dim: int, layers: int) -> tuple[int, int]:
-            """Stored and active parameters of a pool that `layers` layers share. A token may choose anew in each, so
-            it meets up to top_k experts a layer."""
-            return self.experts * self._expert(dim), min(self.experts, layers * self.top_k) * self._expert(dim)
+        def pool_parameters(self, dim: int, passes: int) -> tuple[int, int]:
+            """Stored and active parameters of a shared pool that a token passes `passes` times. It chooses anew each
+            time, so it meets up to top_k experts each time."""
+            return self.experts * self._expert(dim), min(self.experts, passes * self.top_k) * self._expert(dim)
 
         def flops(self, dim: int, seq_len: int) -> dict[str, float]:
             return {"matmul": 2.0 * self.active_parameters(dim)}

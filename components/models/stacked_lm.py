@@ -185,7 +185,7 @@ class StackedLM(nn.Module):
                 own, shared = f"layers.{layer}.{kind}", self.shared_name(label, zone)
                 counts = (part.parameters(self.dim), part.active_parameters(self.dim))
                 if shared and hasattr(part, "pool_parameters"):
-                    pool = part.pool_parameters(self.dim, self._sharing(shared))
+                    pool = part.pool_parameters(self.dim, self._passes(shared))
                     rest = part.parameters(self.dim) - pool[0]
                     table |= {shared: pool, own: (rest, rest)}
                 else:
@@ -196,9 +196,9 @@ class StackedLM(nn.Module):
                 table[f"layers.{layer}.residual"] = (factors, factors)
             return table
 
-        def _sharing(self, name: str) -> int:
-            """How many layers have the shared part of this path."""
-            labels = [(part, zone) for block, zone in self._physical() for _, part, _ in self._parts(block)]
+        def _passes(self, name: str) -> int:
+            """How many steps lead through the shared part of this path."""
+            labels = [(label, step.zone) for step in self.steps() for _, label, _ in self._parts(step.block)]
             return sum(self.shared_name(*label) == name for label in labels)
 
         def flops_per_token(self, seq_len: int) -> dict[str, float]:
@@ -251,8 +251,8 @@ class StackedLM(nn.Module):
         return Block(lambda: config.norm.build(dim=config.dim), mixer, ffn, config.residual)
 
     def _part(self, kind: str, label: str, layer: int, zone: str) -> nn.Module:
-        """A part of the block's own, or the one instance that its zone or the model shares. A class with `pool` shares
-        only the submodule of that name; the rest each layer has."""
+        """A part of the block's own, or the one instance that its zone or the model shares. One whose Config counts
+        `pool_parameters` shares only its submodule `pool`; the rest each layer has."""
         config, mixer = self.config, kind == "mixer"
         component = (config.mixers if mixer else config.ffns)[label]
         facts = {"dim": config.dim, "branches": config.branches()} | ({"layer": layer} if mixer else {})

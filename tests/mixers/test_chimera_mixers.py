@@ -1,0 +1,101 @@
+"""Gated DeltaNet and grouped-query attention against their equations, written out token by token and head by head."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from registry import parse_component
+from tests.contracts.parts import context
+
+DIM, ROWS, LENGTH = 16, 2, 9
+
+
+def made(**table):
+    """A mixer with every parameter drawn at a scale where each matters."""
+    mixer = parse_component("mixer", table).build(dim=DIM, layer=0, branches=4).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
+    return mixer
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(ROWS, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def assert_same(mixer, equations, rtol: float = 1e-8) -> None:
+    """Outputs and every gradient."""
+    found = []
+    for function in (lambda x: mixer(x, context(ROWS, LENGTH))[0], equations):
+        x = inputs().requires_grad_()
+        mixer.zero_grad()
+        y = function(x)
+        (y * inputs().flip(1)).sum().backward()
+        found.append([y, x.grad, *(p.grad.clone() for p in mixer.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("expand_v", [1, 2])
+def test_gated_deltanet_computes_its_equations(expand_v):
+    heads, key_dim = 2, 4
+    value_dim = expand_v * key_dim
+    mixer = made(name="gated_deltanet", heads=heads, key_dim=key_dim, expand_v=expand_v)
+    sizes = (heads * key_dim, heads * key_dim, heads * value_dim)
+
+    def convolved(x_BTD, weight, conv_CW):
+        z = F.pad(x_BTD @ weight.T, (0, 0, 3, 0))
+        return F.silu(sum(z[:, w : w + LENGTH] * conv_CW[:, w] for w in range(4))).unflatten(-1, (heads, -1))
+
+    def equations(x_BTD):
+        each = zip(mixer.qkv.split(sizes), mixer.conv.split(sizes), strict=True)
+        q, k, v = (convolved(x_BTD, *weights) for weights in each)
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q = q * key_dim**-0.5
+        step = F.softplus(x_BTD @ mixer.a_b[:heads].T + mixer.recurrence.dt_bias)
+        alpha = (-mixer.recurrence.A_log.exp() * step).exp()[..., None, None]
+        beta = (x_BTD @ mixer.a_b[heads:].T).sigmoid()[..., None, None]
+        state, outputs = torch.zeros(ROWS, heads, value_dim, key_dim, dtype=torch.float64), []
+        for t in range(LENGTH):
+            row, column = k[:, t, :, None], k[:, t, :, :, None]
+            state = alpha[:, t] * state @ (torch.eye(key_dim) - beta[:, t] * column * row)
+            state = state + beta[:, t] * v[:, t, :, :, None] * row
+            outputs.append((state @ q[:, t, :, :, None])[..., 0])
+        o = F.rms_norm(torch.stack(outputs, 1), (value_dim,), mixer.norm.weight, 1e-6)
+        return (o.flatten(2) * F.silu(x_BTD @ mixer.gate.T)) @ mixer.out.T
+
+    assert_same(mixer, equations)
+
+
+def rotated(x_TK: torch.Tensor, half: int) -> torch.Tensor:
+    rows = []
+    for t, row in enumerate(x_TK):
+        turned = list(row)
+        for i in range(half):
+            angle = t * 10_000.0 ** (-i / half)
+            turned[i] = row[i] * math.cos(angle) - row[i + half] * math.sin(angle)
+            turned[i + half] = row[i] * math.sin(angle) + row[i + half] * math.cos(angle)
+        rows.append(torch.stack(turned))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("rotary_fraction", [0.0, 0.25, 1.0])
+def test_grouped_query_attention_computes_its_equations(rotary_fraction):
+    heads, groups, width = 4, 2, 8
+    mixer = made(name="gqa", heads=heads, kv_heads=groups, head_dim=width, rotary_fraction=rotary_fraction)
+    half = int(rotary_fraction * width) // 2
+
+    def head(x_TD, h):
+        weights, g = mixer.qkv.split(width), heads + h // (heads // groups)
+        q, k, v = (x_TD @ weights[i].T for i in (h, g, g + groups))
+        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        scores = rotated(q, half) @ rotated(k, half).T * width**-0.5
+        return scores.masked_fill(later, -math.inf).softmax(-1) @ v
+
+    def equations(x_BTD):
+        return torch.stack([torch.cat([head(x_TD, h) for h in range(heads)], -1) for x_TD in x_BTD]) @ mixer.out.T
+
+    assert_same(mixer, equations, rtol=1e-5 if half else 1e-8)  # angles are fp32
