@@ -1,5 +1,7 @@
 """The expert pool: routing against loops over tokens and experts, balance, alignment, roles."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,17 +16,11 @@ def inputs() -> torch.Tensor:
     return torch.randn(ROWS, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def swarm(bias_E: list[float] | None = None, **fields):
-    part = built_with(fields)
-    if bias_E is not None:
-        part.bias_E.copy_(torch.tensor(bias_E))
-    return part
-
-
-def built_with(fields: dict):
+def swarm(bias_E: tuple[float, ...] = (0.0,) * EXPERTS, **fields):
+    """The example with other fields and a routing bias."""
     part = built("ffn", "swarm", dim=DIM, branches=4)
-    component = config("ffn", "swarm")
-    part.config = type(component.config)(**{**vars(component.config), **fields})
+    part.config = replace(part.config, **fields)
+    part.bias_E.copy_(torch.tensor(bias_E))
     return part
 
 
@@ -49,7 +45,7 @@ def by_loops(part, x_BTD: torch.Tensor) -> torch.Tensor:
 def test_outputs_and_gradients_are_those_of_loops_over_tokens_and_experts(bias_in, top_k):
     found = []
     for function in (lambda part, x: part(x, context(ROWS, LENGTH))[0], by_loops):
-        part, x = swarm([0.3, -0.2, 0.1, 0.0], bias_in=bias_in, top_k=top_k), inputs().requires_grad_()
+        part, x = swarm((0.3, -0.2, 0.1, 0.0), bias_in=bias_in, top_k=top_k), inputs().requires_grad_()
         y = function(part, x)
         (y * inputs().flip(1)).sum().backward()
         found.append([y, x.grad, *(p.grad for p in part.parameters())])
@@ -61,7 +57,7 @@ def test_a_bias_on_the_selection_does_not_weigh_and_one_on_the_logits_does():
     """With every expert chosen, only weights can differ."""
     plain = swarm(top_k=EXPERTS)(inputs(), context(ROWS, LENGTH))[0]
     biased = {
-        where: swarm([1.0, 0.0, 0.0, -1.0], top_k=EXPERTS, bias_in=where)(inputs(), context(ROWS, LENGTH))[0]
+        where: swarm((1.0, 0.0, 0.0, -1.0), top_k=EXPERTS, bias_in=where)(inputs(), context(ROWS, LENGTH))[0]
         for where in ("selection", "logits")
     }
     torch.testing.assert_close(biased["selection"], plain, rtol=1e-12, atol=1e-14)
@@ -95,16 +91,14 @@ def test_the_auxiliary_loss_is_that_of_switch_transformer_and_least_at_even_load
 
 @pytest.mark.parametrize(("hidden", "width"), [(4101, 4096), (2734, 2720), (1708, 1696), (16, 16)])
 def test_widths_are_rounded_down_to_a_multiple_of_16(hidden, width):
-    assert config("ffn", "swarm").config.__class__(experts=2, hidden=hidden).width == width
+    assert replace(config("ffn", "swarm").config, hidden=hidden).width == width
 
 
 @pytest.mark.parametrize("role", ["expert", "matrix"])
 def test_experts_are_matrices_one_by_one_under_the_role_that_is_asked_for(role):
     component = config("ffn", "swarm")
-    part = type(component)(
-        component.kind, component.name, type(component.config)(experts=2, hidden=16, expert_role=role)
-    ).build(dim=DIM, branches=4)
-    owned = {o.name: o.role for o in owned_parameters(part)}
+    component = replace(component, config=replace(component.config, experts=2, expert_role=role))
+    owned = {o.name: o.role for o in owned_parameters(component.build(dim=DIM, branches=4))}
     assert owned["router.weight"].name == "router"
     roles = [owned[f"pool.experts.{name}"] for name in ("w13_EDF", "w2_EFD")]
     assert {r.name for r in roles} == {role}
