@@ -40,6 +40,7 @@ from components.metrics.sinks import MetricLog
 from components.models.stacked_lm import StackedLM
 from components.optimizers.roles import JointOptimizer, build_optimizers
 from components.parallel.apply import prepare_model
+from components.parallel.optional import UnavailableError
 from components.parallel.process_group import Place, StepWatch, init, set_timeout, shutdown
 from recipes.banner import banner, farewell
 from recipes.job import Job, load_or_exit, refused_changes, to_table, write_resolved
@@ -84,11 +85,14 @@ class Run:
 
 def main(arguments: list[str]) -> None:
     job = load_or_exit(arguments)
-    place = init(job.comm.init_timeout_seconds)
+    try:
+        place = init(job.comm.init_timeout_seconds)
+    except ValueError as error:
+        sys.exit(f"stopped: {error}")
     stop = StopRequest()  # listens to the very end: a signal after the last step must not fail a run that is done
     try:
         train(job, place, stop)
-    except (CheckpointError, TrainingStopped) as error:
+    except (CheckpointError, TrainingStopped, UnavailableError) as error:
         if place.rank == 0:
             print(f"stopped: {error}", file=sys.stderr, flush=True)
         shutdown(1)

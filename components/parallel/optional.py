@@ -8,15 +8,19 @@ import warnings
 from collections.abc import Callable
 
 
+class UnavailableError(ValueError):
+    """What a recipe insists on cannot be had here; the message says what and why."""
+
+
 def attempt(section: str, on_failure: str, turn_on: Callable[[], None]) -> bool:
-    """Whether `turn_on` went through. Raises ValueError naming the section if it did not and `on_failure` is
-    "error"."""
+    """Whether `turn_on` went through. Raises UnavailableError naming the section if it did not and `on_failure`
+    is "error"."""
     try:
         turn_on()
     except Exception as error:  # compilers and drivers raise what they like
         reason = f"[{section}] cannot be switched on: {str(error).strip() or type(error).__name__}"
         if on_failure == "error":
-            raise ValueError(f'{reason}; set enable = false, or on_failure = "plain" to run without') from error
+            raise UnavailableError(f'{reason}; set enable = false, or on_failure = "plain" to run without') from error
         warnings.warn(f"{reason}; running without", stacklevel=2)
         return False
     return True
