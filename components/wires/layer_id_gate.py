@@ -28,9 +28,7 @@ class LayerIDGate(Wire):
     class Config:
         zone: str  # label of the zone
         blocks: tuple[str, ...]  # labels of the blocks that are told which layer they are; those with a recurrence
-        into: Literal["mixer", "residual"] = (
-            "mixer"  # the mixer's normed input, or the residual stream before the block
-        )
+        into: Literal["mixer", "residual"] = "mixer"  # the mixer's normed input, or the stream before the block
 
         def parameters(self, dim: int, steps: Sequence[Step]) -> int:
             loops, places = _shape(steps, self.zone)
