@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from components.ffns.swiglu import SwiGLU
+from components.ffns.swiglu import ROW_MULTIPLE, SwiGLU
 from components.interfaces import Aux, Context
 from components.kernels.grouped_gemm.op import mixture_of_swiglu
 from components.layers.initial import LINEAR_STD, residual_std
@@ -24,7 +24,6 @@ from components.parameters import Logical, Role, RoleName, normal, whole
 from registry import register
 
 ROUTER_STD = 0.006
-ROW_MULTIPLE = 8  # F.grouped_mm wants row strides in multiples of 16 bytes; 8 bf16 numbers are that
 
 
 class Router(nn.Module):

@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from components.ffns.deepseek_moe import ROW_MULTIPLE, Experts, Router, choice_counts
+from components.ffns.deepseek_moe import Experts, Router, choice_counts
+from components.ffns.swiglu import ROW_MULTIPLE
 from components.interfaces import BALANCE_LOSS, Aux, Context
 from components.layers.initial import residual_std
 from registry import register

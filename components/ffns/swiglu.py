@@ -11,6 +11,8 @@ from components.layers.initial import LINEAR_STD, residual_std
 from components.parameters import Role, RoleName, normal, rows, whole
 from registry import register
 
+ROW_MULTIPLE = 8  # bf16 numbers are 16 bytes: products want rows to start at multiples of that, grouped ones insist
+
 
 @register("ffn", "swiglu", example={"hidden": 32})
 class SwiGLU(nn.Module):
@@ -47,5 +49,15 @@ class SwiGLU(nn.Module):
         }
 
     def forward(self, x_BTD: Tensor, ctx: Context) -> tuple[Tensor, Aux]:
-        gate, up = F.linear(x_BTD, self.gate_up).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.down), {}
+        gate_up, down = self._aligned()
+        gate, up = F.linear(x_BTD, gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, down), {}
+
+    def _aligned(self) -> tuple[Tensor, Tensor]:
+        """The weights with zeros up to an aligned width, which add nothing: a width such as int(2.67 D) = 4101 would
+        leave every row misaligned."""
+        missing = -self.hidden % ROW_MULTIPLE
+        if not missing:
+            return self.gate_up, self.down
+        gate_up = F.pad(self.gate_up.unflatten(0, (2, self.hidden)), (0, 0, 0, missing))
+        return gate_up.flatten(0, 1), F.pad(self.down, (0, missing))
