@@ -1,6 +1,7 @@
 """Chimera and Universal Swarm: every switch of their ablations is a key, and they run on the bundled text."""
 
 import shlex
+import tomllib
 
 import pytest
 import torch
@@ -66,3 +67,13 @@ def test_a_recipe_of_full_size_runs_on_the_bundled_text_without_a_file_from_else
     path, overlay = (str(REPOSITORY / "train_configs" / n) for n in (f"{recipe}.toml", "scales/bundled_data.toml"))
     job = load(["--job.config_file", path, "--job.overlay", overlay], needs_data=True)
     assert job.tokenizer.name == "hymo_bpe_64k" and set(job.data.sources) == {"sotu", "shakespeare"}
+
+
+@pytest.mark.parametrize(("table", "recipe"), [("chimera", "chimera_510m"), ("swarm", "swarm_blackwell_v2")])
+def test_a_recipe_reads_what_its_data_table_prepares(table, recipe):
+    prepared = tomllib.loads((REPOSITORY / f"train_configs/data/{table}.toml").read_text())
+    job = load(["--job.config_file", str(REPOSITORY / f"train_configs/{recipe}.toml")], needs_data=False)
+    folder, sources = prepared["output"]["folder"], prepared["sources"]
+    expected = {label: (f"{folder}/{label}", source["weight"]) for label, source in sources.items()}
+    assert {label: (source.path, source.weight) for label, source in job.data.sources.items()} == expected
+    assert job.tokenizer.config.path == prepared["tokenizer"]["path"]
