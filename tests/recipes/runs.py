@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -102,16 +103,19 @@ def assert_same_lines(found: Lines, expected: Lines, rtol: float = 0.0) -> None:
 
 
 def assert_same_state(found: State, expected: State, rtol: float = 0.0) -> None:
-    """The same names; in relative L2 all weights together within `rtol`, and each tensor, of which some are made of
-    gradients, within ten times that."""
+    """The same names; in relative L2 all weights together within `rtol` and all else, made of gradients, within ten
+    times that. No single tensor may be off by more than a thousand times: rounding that changes who gets a token
+    shows in small tensors, a fault shows as a number of the size of the tensor."""
     assert set(found) == set(expected)
-    assert difference(together(weights(found)), together(weights(expected))) <= rtol
+    of_model = weights(expected).keys()
+    for names, allowed in ((of_model, rtol), (expected.keys() - of_model, 10 * rtol)):
+        assert difference(together(found, names), together(expected, names)) <= allowed
     for name, tensor in expected.items():
-        assert difference(found[name], tensor) <= 10 * rtol, name
+        assert difference(found[name], tensor) <= 1000 * rtol, name
 
 
-def together(found: State) -> torch.Tensor:
-    return torch.cat([found[name].flatten() for name in sorted(found)])
+def together(state: State, names: Iterable[str]) -> torch.Tensor:
+    return torch.cat([state[name].flatten() for name in sorted(names)])
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
