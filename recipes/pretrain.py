@@ -44,6 +44,7 @@ from components.parallel.optional import UnavailableError
 from components.parallel.process_group import Place, StepWatch, init, set_timeout, shutdown
 from recipes.banner import banner, farewell
 from recipes.job import Job, load_or_exit, refused_changes, to_table, write_resolved
+from recipes.result import write_result
 from recipes.validate import continue_prompt, validate
 
 FORMAT = 1  # of what `save` writes beside the tensors
@@ -110,6 +111,8 @@ def train(job: Job, place: Place, stop: StopRequest) -> Run:
     with closing(open_log(run)) as log, closing(watch), profiler(job, place) as trace:
         loop(run, log, watch, trace)
     if place.rank == 0:
+        if run.progress.step >= job.training.steps:
+            write_result(run)
         farewell(run)
     return run
 

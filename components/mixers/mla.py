@@ -77,9 +77,11 @@ class MLA(nn.Module):
 
         def cache_numbers(self) -> int:
             """Numbers a token that decoding keeps."""
-            if self.rope == "full":
-                return self.kv_heads * (self.head_dim + self.values)
-            return self.kv_rank + self.rotary_dim
+            return self.expanded_cache_numbers() if self.rope == "full" else self.kv_rank + self.rotary_dim
+
+        def expanded_cache_numbers(self) -> int:
+            """What it would keep as keys and values of every head."""
+            return self.kv_heads * (self.head_dim + self.values)
 
     def __init__(self, config: Config, *, dim: int, layer: int, branches: int):
         super().__init__()

@@ -1,0 +1,1 @@
+"""Families of recipes: run every variant over seeds on the same batches, then say what each change did."""
