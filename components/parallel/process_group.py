@@ -34,6 +34,8 @@ def init(init_timeout_seconds: int = 300, device_type: str | None = None) -> Pla
     this rank.
     """
     device = _device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun does: sums do not depend on the cores, small tensors wait for no thread
     alone = "RANK" not in os.environ
     where = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
     dist.init_process_group(
