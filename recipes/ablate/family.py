@@ -58,7 +58,7 @@ class Family:
     overlays: tuple[str, ...] = ()  # laid first, before those of the command line
     seeds: int = 3  # runs of each variant
     columns: tuple[str, ...] = ()  # quantities reported besides loss (recipes/ablate/measure.py)
-    variants: dict[str, Variant]  # by the name of their file
+    variants: dict[str, Variant] = field(default_factory=dict)  # by the name of their file
     folder: Path = field(default=Path(), init=False, compare=False)
 
     @property

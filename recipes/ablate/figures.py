@@ -61,11 +61,12 @@ def losses(report: Report) -> Any:
 
 
 def _band(group: Group, axis: str) -> tuple[list[float], list[float], list[float]]:
-    """Places of the first seed's validations, the mean loss of all seeds there, half its interval (0 for one seed)."""
+    """Places of the first seed's validations that every seed reached, the mean loss there, half its interval (0 for one
+    seed)."""
     at, means, halves = [], [], []
     for place in curve(group.first(), axis)[0]:
         values = list(group.measured(lambda result, x=place: reading(result, axis, x)).values())
-        if values:
+        if len(values) == len(group.runs):
             found = interval(values)
             at.append(place)
             means.append(found.mean)
@@ -128,8 +129,9 @@ def training(report: Report) -> Any:
                 label = key.removeprefix(start) if by_role and i == 0 else group.name if not by_role else None
                 axes.plot(steps, values, linestyle=style, color=_colour(i), label=label, linewidth=1)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", title=f"line: role; colour: variant ({report.reference.name} named)"
-                    if by_role else None, title_fontsize="x-small")  # fmt: skip
+        heading = "line: role; colour: variant, as above" if by_role else None
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small", title=heading, title_fontsize="x-small")
     return figure
 
 

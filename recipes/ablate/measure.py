@@ -12,6 +12,7 @@ from typing import Any
 from recipes.result import Result
 
 AXES = ("tokens", "FLOPs", "seconds")
+ROUNDING = 1e-9  # relative, of a place on an axis
 
 
 def position(result: Result, axis: str, tokens: float) -> float:
@@ -38,9 +39,9 @@ def common_end(results: Sequence[Result], axis: str) -> float:
 
 
 def reading(result: Result, axis: str, at: float, key: str = "validation/loss") -> float | None:
-    """A validation value at one place of an axis; None before the first validation or where there is none."""
+    """A validation value at one place of an axis; None before the first validation, after the last, or without any."""
     x, y = curve(result, axis, key)
-    if not x or at < x[0] * (1 - 1e-9):
+    if not x or not x[0] * (1 - ROUNDING) <= at <= x[-1] * (1 + ROUNDING):
         return None
     for (x0, y0), (x1, y1) in zip(zip(x, y, strict=True), zip(x[1:], y[1:], strict=True), strict=False):
         if at < x1:

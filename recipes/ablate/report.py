@@ -144,9 +144,9 @@ def _judged(difference: Interval | None, group: Group) -> str:
 
 
 def _other_readings(report: Report) -> str:
-    names = ("perplexity", "bits per byte")
-    rows = [[g.name, *(shown(report.readings(g, "tokens", name)) for name in names)] for g in report.groups]
-    return _table(["variant", *names], rows)
+    forms = {"perplexity": ".2f", "bits per byte": ".4f"}
+    rows = [[g.name, *(shown(report.readings(g, "tokens", n), f) for n, f in forms.items())] for g in report.groups]
+    return _table(["variant", *forms], rows)
 
 
 def _sizes(report: Report) -> str:
@@ -210,11 +210,11 @@ def unequal(group: Group, reference: Group) -> list[str]:
 
 
 def shown(values: Mapping[int, float], form: str = ".4f") -> str:
-    """Mean ± half the interval."""
+    """Mean ± half the interval, where there is one."""
     if not values:
         return NONE
     found = interval(list(values.values()))
-    return f"{found.mean:{form}}" if found.half is None else f"{found.mean:{form}} ± {found.half:{_short(form)}}"
+    return f"{found.mean:{form}} ± {found.half:{_short(form)}}" if found.half else f"{found.mean:{form}}"
 
 
 def _short(form: str) -> str:

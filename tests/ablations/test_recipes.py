@@ -1,8 +1,10 @@
 """The families as files: every variant loads at every scale, is short, and A has the sizes that the design states."""
 
+import dataclasses
 import tomllib
 import typing
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ import registry
 from recipes.ablate.family import FAMILIES, REFERENCE, read_family
 from recipes.ablate.measure import COLUMNS
 from recipes.ablate.runs import plan
-from recipes.job import Job, differences, load, to_table
+from recipes.job import Job, differences, to_table
+from recipes.job.checks import run_checks
 from recipes.job.files import lay, read_layers
-from recipes.job.sections import JobSection
 from registry import RecipeError
 from tests.ranks import REPOSITORY
 
@@ -27,36 +29,20 @@ def of_hymo(family: str) -> bool:
     return "hymo_primary" in read_family(family).reference
 
 
-def arguments(family: str, variant: str, *overlays: str) -> tuple[str, list[str]]:
-    """The recipe file and the overlays that the command lays over its root."""
+def sections(family: str, variant: str, *overlays: str) -> dict[str, Any]:
+    """What `load` makes of a variant and the overlays that the command lays, without the flags, which take long."""
     found = read_family(family)
     files = [*map(found.path, found.overlays), *(f"train_configs/scales/{name}.toml" for name in overlays)]
-    return found.recipe(variant), files
-
-
-def recipe(family: str, variant: str) -> Job:
-    """A variant of a family at full size, with every check that needs no data."""
-    file, overlays = arguments(family, variant)
-    flags = [word for overlay in overlays for word in ("--job.overlay", overlay)]
-    return load(["--job.config_file", file, *flags], needs_data=False)
+    table = lay(read_layers(found.recipe(variant), files)).table | {"job": {"dump_folder": "nowhere"}}
+    hints, problems = typing.get_type_hints(Job, include_extras=True), []
+    parsed = {name: registry.parse(hints[name], table.get(name, {}), (name,), problems) for name in hints}
+    assert not problems
+    return parsed
 
 
 @cache
-def parsed(family: str, variant: str, *overlays: str) -> dict[str, Any]:
-    """The resolved sections at some scale; the checks between sections, which are slow, are left out."""
-    table = lay(read_layers(*arguments(family, variant, *overlays))).table
-    hints, problems = typing.get_type_hints(Job, include_extras=True), []
-    sections = {
-        name: registry.parse(hints[name], table.get(name, {}), (name,), problems) for name in hints if name != "job"
-    }
-    assert not problems
-    return to_table(Job(job=JobSection(dump_folder=""), **sections))
-
-
-def parameters(job: Job) -> tuple[int, int]:
-    """Stored and active."""
-    stored, active = (sum(column) for column in zip(*job.model.config.parameter_table().values(), strict=True))
-    return stored, active
+def reference(family: str, *overlays: str) -> dict[str, Any]:
+    return to_table(Job(**sections(family, REFERENCE, *overlays)))
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
@@ -64,9 +50,10 @@ def test_a_variant_is_its_parent_and_a_change_and_loads_at_every_scale(family, v
     file = REPOSITORY / read_family(family).recipe(variant)
     stated = tomllib.loads(file.read_text())
     assert "base" in stated and "job" not in stated and len(file.read_text().splitlines()) <= 26
-    recipe(family, variant)
+    assert not run_checks(sections(family, variant), needs_data=False, ranks=1)
     for overlays in SCALES.values() if of_hymo(family) else [()]:
-        assert differences(parsed(family, REFERENCE, *overlays), parsed(family, variant, *overlays))
+        mine = to_table(Job(**sections(family, variant, *overlays)))
+        assert differences(reference(family, *overlays), mine), "the variant changes nothing"
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -81,42 +68,60 @@ def test_a_family_states_its_claim_and_asks_for_columns_that_exist(family):
     ("variant", "stored", "active"), [("everywhere", 3656, 882), ("everywhere_matched", 1129.6, 436.0)]
 )
 def test_experts_everywhere_have_the_sizes_of_the_design(variant, stored, active):
-    job = recipe("a_experts", variant)
+    model = sections("a_experts", variant)["model"]
     with torch.device("meta"):
-        built = sum(parameter.numel() for parameter in job.model.build().parameters())
-    found = parameters(job)
+        built = sum(parameter.numel() for parameter in model.build().parameters())
+    found = parameters(model.config)
     assert found[0] == built
     digits = 0 if stored == 3656 else 1
     assert (round(found[0] / 1e6, digits), round(found[1] / 1e6, digits)) == (stored, active)
 
 
-@pytest.mark.parametrize("overlays", SCALES.values(), ids=SCALES)
-def test_a_matched_variant_is_as_large_as_its_reference_at_every_scale(overlays, tmp_path):
-    family = read_family("a_experts")
-    flags = [w for name in overlays for w in ("--job.overlay", f"train_configs/scales/{name}.toml")]
-    runs, notes = plan(family, flags, seeds=1, ranks=1, folder=tmp_path)
-    by_name = {run.variant: load(run.flags, needs_data=False) for run in runs}
-    active = [parameters(by_name[name])[1] for name in (REFERENCE, "everywhere_matched")]
-    assert active[1] == pytest.approx(active[0], rel=0.03 if overlays == ("debug",) else 0.005)
-    if not overlays:
-        assert by_name["everywhere_matched"].model.config.ffns["experts"].config.hidden == 576
-    assert "model.ffns.experts.hidden = " in notes["everywhere_matched"][0]
+def planned(family: str, variant: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The resolved recipes of the reference and of one variant, and what is said of the variant."""
+    found = read_family(family)
+    only = dataclasses.replace(found, variants={variant: found.variants[variant]})
+    object.__setattr__(only, "folder", found.folder)
+    runs, notes = plan(only, flags, seeds=1, ranks=1, folder=Path("nowhere"))
+    base, mine = (run.recipe for run in runs)
+    return base, mine, notes[variant]
 
 
-@pytest.mark.parametrize(("overlay", "layers"), [(None, 32), ("proxy", 16), ("debug", 8)])
-def test_layers_without_rotation_stand_before_each_later_attention_layer(overlay, layers, tmp_path):
-    flags = ["--job.overlay", f"train_configs/scales/{overlay}.toml"] if overlay else []
-    runs, _ = plan(read_family("g_positions"), flags, seeds=1, ranks=1, folder=tmp_path)
-    job = load(next(run.flags for run in runs if run.variant == "partial_nope"), needs_data=False)
-    reference = load(next(run.flags for run in runs if run.variant == REFERENCE), needs_data=False)
-    steps = job.model.config.steps()
+def at(scale: str) -> list[str]:
+    return [word for name in SCALES[scale] for word in ("--job.overlay", f"train_configs/scales/{name}.toml")]
+
+
+def model(recipe: dict[str, Any]) -> Any:
+    return registry.parse_component("model", recipe["model"]).config
+
+
+def parameters(config: Any) -> tuple[int, int]:
+    """Stored and active."""
+    stored, active = (sum(column) for column in zip(*config.parameter_table().values(), strict=True))
+    return stored, active
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_matched_variant_is_as_large_as_its_reference_at_every_scale(scale):
+    base, mine, notes = planned("a_experts", "everywhere_matched", *at(scale))
+    (_, wanted), (_, active) = (parameters(model(r)) for r in (base, mine))
+    assert active == pytest.approx(wanted, rel=0.03 if scale == "debug" else 0.005)
+    assert scale != "full" or mine["model"]["ffns"]["experts"]["hidden"] == 576
+    assert "model.ffns.experts.hidden = " in notes[0]
+
+
+@pytest.mark.parametrize(("scale", "layers"), [("full", 32), ("proxy", 16), ("debug", 8)])
+def test_layers_without_rotation_stand_before_each_later_attention_layer(scale, layers):
+    base, mine, _ = planned("g_positions", "partial_nope", *at(scale))
+    steps = model(mine).steps()
     assert [s.layer for s in steps if s.block == "gdn_nope"] == list(range(3, layers - 1, 4)) and len(steps) == layers
-    assert parameters(job) == pytest.approx(parameters(reference), rel=1e-3 if overlay == "debug" else 0)
+    found, wanted = (parameters(model(r)) for r in (mine, base))
+    assert found == pytest.approx(wanted, rel=1e-3 if scale == "debug" else 0)
 
 
-def test_a_shorter_variant_has_its_share_of_the_tokens_at_any_length(tmp_path):
-    runs, _ = plan(read_family("f_data"), ["--training.steps", "1000"], seeds=1, ranks=1, folder=tmp_path)
-    assert {run.variant: run.steps for run in runs}["fewer_tokens"] == 435
+def test_a_shorter_variant_has_its_share_of_the_tokens_at_any_length():
+    _, mine, _ = planned("f_data", "fewer_tokens", "--training.steps", "1000")
+    assert mine["training"]["steps"] == 435
 
 
 def test_a_family_that_does_not_exist_is_told_with_those_that_do():

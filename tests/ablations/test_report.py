@@ -1,0 +1,95 @@
+"""Readings, warnings and reports of made runs, and recipes.compare over them."""
+
+import csv
+
+import pytest
+
+from recipes import compare
+from recipes.ablate.figures import draw
+from recipes.ablate.measure import common_end, reading
+from recipes.ablate.report import Group, Report, markdown, write_report
+from recipes.result import other_recipe, spikes
+from tests.ablations.made import recipe, result, write
+
+
+def report(**of_variant) -> Report:
+    """A reference that ends at 3.0 + a little a seed, and a variant that ends 0.1 above it."""
+    base = {seed: result([5.0, 4.0, 3.5, 3.0 + 0.01 * seed], seed) for seed in range(3)}
+    other = {seed: result([5.1, 4.1, 3.6, 3.1 + 0.011 * seed], seed, **of_variant) for seed in range(3)}
+    return Report("made", [Group("primary", base), Group("other", other, "a change", at_least=0.05)], "c", "r")
+
+
+def test_a_run_is_read_between_its_validations_and_nowhere_else():
+    made = result([5.0, 4.0, 3.5, 3.0])
+    assert reading(made, "tokens", 100_000) == 3.0
+    assert reading(made, "tokens", 62_500) == pytest.approx(3.75)
+    assert reading(made, "tokens", 10_000) is None and reading(made, "tokens", 200_000) is None
+    assert reading(made, "seconds", 25.0) == pytest.approx(4.0)
+
+
+def test_equal_flops_end_where_the_cheapest_variant_does():
+    """At twice the FLOPs a token the variant has seen half the tokens by then."""
+    found = report(flops=2e6)
+    assert common_end(found.results(), "FLOPs") == 1e11
+    assert found.readings(found.groups[1], "FLOPs", "loss") == pytest.approx({0: 4.1, 1: 4.1, 2: 4.1})
+    assert found.readings(found.reference, "FLOPs", "loss")[1] == pytest.approx(3.01)
+
+
+def test_equal_time_ends_where_the_fastest_variant_does():
+    found = report(step_seconds=0.25)
+    assert common_end(found.results(), "seconds") == 25.0
+    assert found.readings(found.reference, "seconds", "loss")[0] == pytest.approx(4.0)
+
+
+def test_a_report_says_worse_and_that_the_claim_is_met():
+    text = markdown(report())
+    assert "+0.1010 [+0.0985, +0.1035], worse" in text and "≥ 0.05: met" in text and "⚠" not in text
+
+
+def test_a_variant_of_another_size_is_marked_with_both_numbers():
+    text = markdown(report(active=1100, flops=2e6))
+    assert "| other ⚠ |" in text
+    assert "⚠ other differs in active parameters (1100 against 1000), FLOPs a token (2e+06 against 1e+06)" in text
+
+
+def test_files_of_a_report_hold_the_same_numbers_and_figures_are_drawn(tmp_path):
+    write_report(report(), tmp_path)
+    draw(report(), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "report.csv").open()))
+    found = {row["seed"]: row["loss at equal tokens"] for row in rows if row["variant"] == "other"}
+    assert float(found["difference"]) == pytest.approx(0.101) and found["verdict"] == "worse"
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "loss.png", "differences.png", "training.png", "expert_load.png"
+    }  # fmt: skip
+
+
+def test_one_seed_gives_numbers_without_intervals():
+    groups = [Group(name, {0: result([4.0, last])}) for name, last in (("primary", 3.0), ("other", 2.9))]
+    text = markdown(Report("made", groups))
+    assert "-0.1000, one seed" in text and "±" not in text.split("## Difference")[1].split("## Perplexity")[1]
+
+
+def test_compare_groups_runs_by_recipe_and_refuses_what_is_no_finished_run(tmp_path, capsys):
+    folders = [write(tmp_path / "a" / f"seed-{s}", result([4.0, 3.0], s)) for s in range(2)]
+    other = result([4.0, 2.0])
+    other["recipe"] = recipe(0, dtype="float32")
+    folders.append(write(tmp_path / "b", other))
+    found = compare.grouped(folders)
+    assert [(g.name, sorted(g.runs)) for g in found] == [("a", [0, 1]), ("b", [0])]
+    assert compare.main([*map(str, folders), "--to", str(tmp_path / "to"), "--no_figures"]) == 0
+    assert "| b |" in (tmp_path / "to" / "report.md").read_text()
+    with pytest.raises(ValueError, match="has not finished"):
+        compare.grouped([tmp_path])
+    with pytest.raises(ValueError, match="second run of that recipe with seed 1"):
+        compare.grouped([*folders, write(tmp_path / "again", result([4.0, 3.0], 1))])
+
+
+def test_a_recipe_is_the_same_wherever_it_is_kept():
+    moved = recipe(0) | {"job": {"dump_folder": "elsewhere"}, "checkpoint": {"interval": 5}}
+    assert not other_recipe(recipe(0), moved)
+    assert other_recipe(recipe(0), recipe(0, steps=7)) == ["training.steps"]
+
+
+def test_a_spike_is_a_jump_above_the_lines_before_or_no_number():
+    assert spikes([5.0, 4.0, 3.9, 3.8, 3.7]) == 0
+    assert spikes([4.0, 3.9, 5.0, 3.8, 3.7, None]) == 2

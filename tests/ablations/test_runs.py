@@ -1,0 +1,121 @@
+"""Families that run: killed in the middle, resumed, past failures, never twice; the array for SLURM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.ablate.__main__ import STOPPED, main
+from recipes.ablate.family import read_family
+from recipes.ablate.runs import device_slots, plan
+from tests.ablations.made import result
+from tests.ranks import ENVIRONMENT, REPOSITORY
+from tests.recipes.runs import TINY
+
+FLAGS = ("--training.steps", "12", "--validation.freq", "6", "--checkpoint.interval", "3")
+VARIANTS = {
+    "no_mtp": '[model.mtp]\nname = "none"',
+    "impossible": "[model.ffns.experts]\ntop_k = 99",
+    "fails": '[data.sources.sotu]\npath = "there/is/nothing"',
+}
+
+
+def family(folder: Path, *variants: str) -> Path:
+    """A family of the tiny recipe."""
+    folder.mkdir()
+    head = f'claim = "c"\nrefuted_by = "r"\nseeds = 1\nreference = "{TINY}"\ncolumns = ["expert_entropy"]\n'
+    (folder / "family.toml").write_text(head + "".join(f'[variants.{v}]\nabout = "{v}"\n' for v in variants))
+    for name in variants:
+        (folder / f"{name}.toml").write_text(f'base = "{TINY}"\n{VARIANTS[name]}\n')
+    return folder
+
+
+def command(folder: Path, out: Path, *flags: str) -> list[str]:
+    return [str(folder), "--folder", str(out), *flags, *FLAGS, "--metrics.no_enable_tensorboard"]
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    environment = os.environ | ENVIRONMENT
+    return subprocess.Popen([sys.executable, "-m", "recipes.ablate", *arguments], cwd=REPOSITORY, env=environment)
+
+
+def stop_in_the_middle(process: subprocess.Popen, run: Path) -> int:
+    """Asks the command to stop as soon as `run` has saved a checkpoint; its status."""
+    while process.poll() is None and not list(run.glob("checkpoint/step-*/COMPLETE")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=60)
+
+
+def written(out: Path) -> dict[str, float]:
+    """When each finished run's result was written."""
+    return {str(f.parent.relative_to(out)): f.stat().st_mtime for f in out.glob("*/seed-*/result.json")}
+
+
+def steps(run: Path) -> list[int]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "loss" in line]
+
+
+def test_a_family_is_stopped_resumed_and_reported_past_a_variant_that_fails(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = command(family(tmp_path / "f", "fails", "no_mtp", "impossible"), tmp_path / "out", "--no_figures")
+    assert stop_in_the_middle(start(arguments), tmp_path / "out/primary/seed-0") == STOPPED
+    assert not (tmp_path / "out/primary/seed-0/result.json").exists()
+    assert main(arguments) == 1
+    first, said = written(tmp_path / "out"), capfd.readouterr().out
+    assert set(first) == {"primary/seed-0", "no_mtp/seed-0"}
+    assert "resumed after step" in (tmp_path / "out/primary/seed-0/console.log").read_text()
+    assert steps(tmp_path / "out/primary/seed-0") == list(range(1, 13))
+    assert "fails seed 0 failed: ended with status 2" in said and "impossible" not in first
+    text = (tmp_path / "out/report.md").read_text()
+    assert "fails (fails) has no finished run" in text and "impossible (impossible) has no finished run" in text
+    assert main([*arguments, "--only_variants", "no_mtp"]) == 0  # nothing is left to do
+    assert written(tmp_path / "out") == first
+
+
+def test_a_result_file_alone_is_a_finished_run_and_another_recipe_in_its_place_is_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(REPOSITORY)
+    source, out = family(tmp_path / "f"), tmp_path / "out"
+    place = out / "primary/seed-0"
+    place.mkdir(parents=True)
+    (run,), _ = plan(read_family(str(source)), FLAGS, 1, 1, out)
+    (place / "result.json").write_text(json.dumps(result([4.0, 3.0]) | {"recipe": run.recipe}))
+    assert run.finished() and main(command(source, out, "--no_figures")) == 0
+    assert main([*command(source, out, "--no_figures"), "--training.max_norm", "2"]) == 1
+    assert "holds a run of another recipe (training.max_norm)" in capfd.readouterr().out
+
+
+def test_an_array_script_has_a_task_for_every_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    script = tmp_path / "array.sh"
+    flags = ["--seeds", "2", "--ranks", "2", "--slurm", str(script), "--training.steps", "40"]
+    assert main([str(family(tmp_path / "f", "no_mtp")), *flags]) == 0
+    text = script.read_text()
+    assert "--array=0-3" in text and "--gpus-per-node=2" in text and "--slurm" not in text
+    assert f'-m recipes.ablate {tmp_path}/f --seeds 2 --ranks 2 --training.steps 40 --only "$SLURM_ARRAY' in text
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+def test_runs_side_by_side_have_gpus_of_their_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert device_slots(2, 2) == ["4,5", "6,7"] and device_slots(1, 4) == [None]
+    with pytest.raises(ValueError, match="3 runs of 2 ranks need 6 GPUs; 4 are there"):
+        device_slots(3, 2)
+
+
+@pytest.mark.heavy
+def test_the_debug_family_runs_is_killed_resumes_and_reports(tmp_path, monkeypatch):
+    """Three recipes, two seeds, as it stands in the repository; minutes."""
+    monkeypatch.chdir(REPOSITORY)
+    arguments = ["debug", "--folder", str(tmp_path)]
+    assert stop_in_the_middle(start(arguments), tmp_path / "no_mtp/seed-0") == STOPPED
+    assert main(arguments) == 0
+    assert len(written(tmp_path)) == 6
+    assert "not separated" in (tmp_path / "report.md").read_text()
