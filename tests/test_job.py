@@ -48,8 +48,8 @@ def told(config_file: str, *flags: str, **facts) -> list[str]:
 # Parents, overlays, flags -----------------------------------------------------------------------------
 
 
-def test_every_recipe_in_the_repository_is_valid():
-    for path in sorted(p for p in RECIPES.glob("**/*.toml") if p.parent.name not in ("scales", "data")):
+def test_every_recipe_of_a_whole_model_is_valid():
+    for path in sorted(RECIPES.glob("*.toml")):
         assert job(str(path)).training.steps > 0, path
 
 
