@@ -68,7 +68,7 @@ def test_normuon_equals_the_plain_per_matrix_reference(shape, options):
 
 
 # bf16 Newton-Schulz errs by a few per cent of an update, of which there are four at 0.02.
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_lower_precision_stays_within_its_rounding_of_the_float64_yardstick(dtype, tolerance):
     start, grads = torch.randn(12, 20, dtype=torch.float64), gradients(12, 20)
     model = Owner(start.float(), whole("matrix", "weight", normal(1.0)))
