@@ -223,7 +223,7 @@ MISTAKES = {
         "x.toml [model.vocab_size]: 5000, but tokenizer hymo_bpe_4k has 4096 ids; state the same number in both",
     ),
     "a global batch that is no multiple of the local one": (
-        "[training]\nglobal_batch_size = 17\n",
+        "[training]\nlocal_batch_size = 8\nglobal_batch_size = 17\n",
         "x.toml [training.global_batch_size]: 17 is not a multiple of local_batch_size 8; the nearest is 16 or 24",
     ),
     "a validation source that is not in the mixture": (
@@ -331,7 +331,7 @@ def test_a_missing_recipe_broken_toml_and_an_overlay_with_a_parent_are_told(reci
 
 def test_ranks_that_cannot_share_the_batch_are_refused_with_the_multiple_they_need(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    [line] = told(DEBUG)
+    [line] = told(DEBUG, "--training.local_batch_size", "8")
     assert "2 micro-batches of 8, which 3 ranks cannot share evenly; make it a multiple of 24" in line
     monkeypatch.setenv("WORLD_SIZE", "2")
     [line] = told(DEBUG, "--parallelism.data_parallel_shard_degree", "4")
