@@ -6,11 +6,11 @@ import torch
 
 from components.kernels.gated_delta_rule import gated_delta_rule
 from components.kernels.gated_delta_rule.reference import log_decay
-from recipes import benchmark
+from recipes.benchmark import kernels
 
 
 def result(**errors):
-    return benchmark.Result("gated_delta_rule", "hymo", "ours", errors)
+    return kernels.Result("gated_delta_rule", "hymo", "ours", errors)
 
 
 def test_an_error_over_its_limit_or_nan_is_not_right():
@@ -25,6 +25,4 @@ def test_the_rule_on_decays_and_strengths_is_the_rule_on_the_gates_that_give_the
     a, b = torch.randn(2, 1, 9, 2, dtype=torch.float64)
     A_log, dt_bias = torch.randn(2, 2, dtype=torch.float64)
     expected = gated_delta_rule(q, k, v, a, b, A_log, dt_bias)[0]
-    torch.testing.assert_close(
-        benchmark.exact_from_decays(q, k, v, log_decay(a, A_log, dt_bias), b.sigmoid()), expected
-    )
+    torch.testing.assert_close(kernels.exact_from_decays(q, k, v, log_decay(a, A_log, dt_bias), b.sigmoid()), expected)

@@ -1,4 +1,4 @@
-"""Measure, but only what has been found right: `python -m recipes.benchmark kernels`.
+"""Kernels, measured once they have been found right: `python -m recipes.benchmark kernels`.
 
 For each shape: relative errors of outputs and gradients against float64 on the same device first (a wrong kernel is
 not timed), then GPU time, wall time with launches, extra memory, and the share of a roofline whose two ceilings (a
@@ -10,9 +10,7 @@ import dataclasses
 import importlib
 import json
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +22,10 @@ from components.kernels.gated_delta_rule import chunk, gated_delta_rule
 from components.kernels.gated_delta_rule.reference import log_decay
 from components.kernels.short_conv import short_conv
 from components.kernels.short_conv.reference import short_conv_reference
+from recipes.benchmark.timing import count_launches, device, extra_memory, gpu_time, measure_ceilings, wall_time
 
 OUT_LIMIT, GRADIENT_LIMIT = 5e-3, 1.5e-2  # relative L2 error against float64
 PEER_SLACK = 2  # a peer is timed, and its verdict printed, up to twice that error
-SPIN = 4_000_000  # GPU cycles of waiting before each timed call, so that its launches are queued when it starts
 
 
 @dataclass(frozen=True)
@@ -249,70 +247,6 @@ def errors(problem: Problem) -> dict[str, float]:
     return {n: ((one.double() - other).norm() / other.norm()).item() for n, one, other in pairs}
 
 
-def gpu_time(calls: list[Callable], seconds: float) -> float:
-    """Median ms between events around a call whose launches are already queued."""
-    warm(calls)
-    started, events = time.perf_counter(), []
-    while len(events) < 9 or time.perf_counter() - started < seconds:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(SPIN)
-        begin.record()
-        calls[len(events) % len(calls)]()
-        end.record()
-        events.append((begin, end))
-        torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
-
-
-def wall_time(calls: list[Callable], seconds: float) -> float:
-    """Median ms of one call alone, from an idle GPU to an idle GPU."""
-    warm(calls)
-    started, times = time.perf_counter(), []
-    while len(times) < 9 or time.perf_counter() - started < seconds:
-        begin = time.perf_counter()
-        calls[len(times) % len(calls)]()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
-
-
-def warm(calls: list[Callable]) -> None:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-
-
-def extra_memory(call: Callable) -> int:
-    """Bytes allocated at the highest point of a call beyond what stood before it."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def count_launches(call: Callable) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        call()
-        torch.cuda.synchronize()
-    return sum(e.count for e in recorded.key_averages() if e.self_device_time_total > 0)
-
-
-def measure_ceilings() -> dict[str, float]:
-    """Bytes a second of a large copy, read and written; operations a second of a bfloat16 product of 8192 cubed."""
-    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    copy = 4 * source.numel() / gpu_time([lambda: target.copy_(source)], 0.1) * 1e3
-    a, b = source[: 2**26].view(8192, 8192), target[: 2**26].view(8192, 8192)
-    return {"copy_bytes": copy, "matmul_flops": 2 * 8192**3 / gpu_time([lambda: a @ b], 0.1) * 1e3}
-
-
-def device() -> dict[str, str]:
-    triton = importlib.import_module("triton")
-    return {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-
-
 # Printing -----------------------------------------------------------------------------------------
 
 
@@ -343,15 +277,3 @@ def print_table(results: list[Result], ceilings: dict[str, float]) -> None:
             r.kernel, r.shape, r.provider, *figures, f"{r.launches:.0f}", f"{r.extra_mib:.0f}", share, verdict
         )
     Console(width=160).print(table)
-
-
-def main() -> None:
-    import tyro
-
-    app = tyro.extras.SubcommandApp()
-    app.command(name="kernels")(kernels)
-    app.cli(prog="recipes.benchmark")
-
-
-if __name__ == "__main__":
-    main()
