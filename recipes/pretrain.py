@@ -315,9 +315,16 @@ def update(run: Run, factor: float, norm: float, choices: dict[str, list[float]]
     if norm > LARGE_NORM and place.rank == 0:
         print(f"step {progress.step}: gradient norm {norm:.1f} before clipping", file=sys.stderr, flush=True)
     run.optimizer.step(factor, measure=logged(run))
-    run.model.update_balance({name: torch.tensor(counts, device=place.device) for name, counts in choices.items()})
+    run.model.update_balance(on_device(choices, place.device))
     progress.tokens += run.job.training.tokens_per_step
     progress.skipped_in_a_row = 0
+
+
+def on_device(counts: dict[str, list[float]], device: torch.device) -> dict[str, Tensor]:
+    """Lists of numbers as tensors, in one copy for all of them, which waits for nothing that the device has to do."""
+    flat = torch.tensor([n for members in counts.values() for n in members], pin_memory=device.type == "cuda")
+    parts = flat.to(device, non_blocking=True).split([len(members) for members in counts.values()])
+    return dict(zip(counts, parts, strict=True))
 
 
 def skip(run: Run, losses: list[float], norm: float) -> None:

@@ -41,6 +41,7 @@ class AdamW(RoleOptimizer):
         self.exp_avg_sq = self.zeros()
         # One count a parameter is what torch's update wants; they are equal, and set anew at every step.
         self._steps_N = torch.zeros(len(self.parameters), device=self.exp_avg[0].device)
+        self._step_of_each = list(self._steps_N.unbind())
 
     @torch.no_grad()
     def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
@@ -52,7 +53,7 @@ class AdamW(RoleOptimizer):
             [local(m) for m in self.exp_avg],
             [local(v) for v in self.exp_avg_sq],
             [],
-            list(self._steps_N.unbind()),
+            self._step_of_each,
             fused=weights[0].is_cuda,
             foreach=False,
             amsgrad=False,

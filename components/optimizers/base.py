@@ -45,12 +45,14 @@ class RoleOptimizer(ABC):
 
     def weights(self) -> list[Tensor]:
         """The local storage of every parameter."""
-        return [local(owned.parameter.detach()) for owned in self.parameters]
+        return [local(owned.parameter).detach() for owned in self.parameters]
 
     def gradients(self) -> list[Tensor]:
         """The local gradients, zeros where there are none."""
-        grads = [owned.parameter.grad for owned in self.parameters]
-        return [torch.zeros_like(w) if g is None else local(g) for w, g in zip(self.weights(), grads, strict=True)]
+        return [
+            torch.zeros_like(local(p).detach()) if p.grad is None else local(p.grad)
+            for p in (owned.parameter for owned in self.parameters)
+        ]
 
     def zeros(self) -> list[Tensor]:
         """Fresh state: a zero for every value of every parameter, sharded as the parameter is."""

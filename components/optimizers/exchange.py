@@ -1,7 +1,8 @@
 """Moving parts of matrices between ranks: one `all_to_all_single` with uneven splits.
 
 Every rank works out the same list of transfers; each side of a pair orders what passes between them alike, so that no
-index travels. A rank that sends or receives nothing takes part with empty splits. One rank needs no process group.
+index travels. A rank that sends or receives nothing takes part with empty splits. One rank needs no process group:
+what it sends has arrived.
 """
 
 import math

@@ -15,6 +15,6 @@ class Muon(OrthogonalOptimizer):
 
     Config = OrthogonalConfig
 
-    def normalise(self, position: int, x_Nmn: Tensor) -> Tensor:
-        """Unchanged."""
-        return x_Nmn
+    def row_factors(self, position: int, x_Nmn: Tensor) -> float:
+        """All rows stay as they are."""
+        return 1.0

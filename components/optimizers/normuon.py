@@ -42,18 +42,19 @@ class NorMuon(OrthogonalOptimizer):
 
     def __init__(self, config: Config, *, parameters: Sequence[OwnedParameter]):
         super().__init__(config, parameters=parameters)
-        dtype = torch.promote_types(self._dtype, torch.float32)
         self.row_second_moment = [
-            torch.zeros(len(b.mine), b.oriented[0], dtype=dtype, device=self._device) for b in self.buckets
+            torch.zeros(len(b.mine), b.oriented[0], dtype=self._wide, device=self._device) for b in self.buckets
         ]
 
-    def normalise(self, position: int, x_Nmn: Tensor) -> Tensor:
-        """Rows over the root of their second moment, at the Frobenius norm the matrix came with."""
+    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
+        """One over the root of each row's second moment, times what gives the matrix back the Frobenius norm it came
+        with. Both norms follow from those of the rows."""
         second_moment_Nm = self.row_second_moment[position]
-        second_moment_Nm.lerp_(x_Nmn.square().mean(dim=-1), 1 - self.config.beta2)
-        even_Nmn = x_Nmn / (second_moment_Nm.sqrt() + EPS)[..., None]
-        kept, now = (torch.linalg.matrix_norm(x, keepdim=True) for x in (x_Nmn, even_Nmn))
-        return even_Nmn * (kept / now.clamp_min(torch.finfo(now.dtype).tiny))
+        mean_Nm = torch.linalg.vector_norm(x_Nmn, dim=-1, dtype=self._wide).square() / x_Nmn.shape[-1]
+        second_moment_Nm.lerp_(mean_Nm, 1 - self.config.beta2)
+        even_Nm = 1 / (second_moment_Nm.sqrt() + EPS)
+        kept, now = mean_Nm.sum(-1, keepdim=True), (mean_Nm * even_Nm.square()).sum(-1, keepdim=True)
+        return (even_Nm * (kept / now.clamp_min(torch.finfo(now.dtype).tiny)).sqrt())[..., None]
 
     def state_views(self) -> Iterator[StateView]:
         yield from super().state_views()

@@ -6,11 +6,14 @@ N matrices of one shape, m output neurons, n inputs. A step, for every logical m
     the shards -> weight decay and update
 
 Matrices of one shape and layout form a bucket: one exchange, one batched Newton-Schulz. While a bucket is computed,
-the next one's momentum and the last one's update are under way. On one rank the exchange is a copy, so that any number
-of ranks computes the same.
+the next one's momentum and the last one's update are under way. On one rank nothing moves, but what would travel is
+rounded as if it did, so that any number of ranks computes the same.
 
 Storage is not meaning: folded projections and folded experts are orthogonalised logical matrix by logical matrix, and
-a (in, out) layout is turned around before rows are looked at.
+the rows of a (in, out) layout are its columns.
+
+A step reads and writes as little as it can: what is done to rows is worked out on their norms and is one factor a row,
+and the weights are met once.
 """
 
 import math
@@ -23,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from components.kernels.decayed_update.op import DecayedUpdate
 from components.kernels.newton_schulz.op import newton_schulz
 from components.optimizers import base
 from components.optimizers.base import RoleOptimizer, StateView, copies
@@ -87,6 +91,8 @@ class Bucket:
         routes = list(enumerate(zip(holdings, owners, strict=True)))
         self.outward = Exchange([t for i, (h, o) in routes for t in outward(i, h, o)], rank, len(holdings[0]))
         self.homeward = Exchange([t for i, (h, o) in routes for t in homeward(i, h, o)], rank, len(holdings[0]))
+        self.update = DecayedUpdate([math.prod(t.region.size) for t in self.homeward.received])
+        self._alone = len(holdings[0]) == 1  # then matrices lie in the buffers whole and in order
 
     @property
     def oriented(self) -> tuple[int, int]:
@@ -98,22 +104,31 @@ class Bucket:
         held = ((i, m) for i, m in enumerate(self.matrices) if m.index is not None)
         return {i: storages[m.parameter][m.index] for i, m in held}
 
+    def oriented_view(self, stack: Tensor) -> Tensor:
+        """Matrices as stored, (N, *shape), seen as (N, out, in)."""
+        return stack.mT if self.transposed else stack
+
     def assemble(self, buffer: Tensor) -> Tensor:
-        """The matrices of `mine`, (N, out, in), from the buffer that brought their parts."""
+        """The matrices of `mine` as stored, (N, *shape), from the buffer that brought their parts."""
+        if self._alone:
+            return buffer.view(len(self.mine), *self.shape)
         stack = buffer.new_empty((len(self.mine), *self.shape))
         whole = dict(zip(self.mine, stack, strict=True))
         arrived = self.outward.received
         copy_all([t.region.of(whole[t.matrix]) for t in arrived], split(buffer, arrived))
-        return stack.mT if self.transposed else stack
+        return stack
 
-    def take_apart(self, x_Nmn: Tensor) -> list[Tensor]:
-        """What is to be sent home, from the matrices of `mine` as (N, out, in)."""
-        whole = dict(zip(self.mine, x_Nmn.mT if self.transposed else x_Nmn, strict=True))
-        return [t.region.of(whole[t.matrix]) for t in self.homeward.sent]
+    def send_home(self, stack: Tensor) -> InFlight:
+        """Put the matrices of `mine`, (N, *shape) and contiguous, on their way to those who hold parts of them."""
+        if self._alone:
+            return InFlight(stack.view(-1), None)
+        whole = dict(zip(self.mine, stack, strict=True))
+        parts = [t.region.of(whole[t.matrix]) for t in self.homeward.sent]
+        return self.homeward.start(parts, stack.dtype, stack.device)
 
 
 class OrthogonalOptimizer(RoleOptimizer):
-    """Momentum, orthogonalised. A subclass says what becomes of the orthogonal matrices before they are scaled."""
+    """Momentum, orthogonalised. A subclass says what each row of the orthogonal matrices is multiplied with."""
 
     roles: ClassVar[tuple[str, ...]] = ("matrix", "expert")
 
@@ -122,42 +137,46 @@ class OrthogonalOptimizer(RoleOptimizer):
         self.config = config
         self.momentum = self.zeros()
         self._dtype = getattr(torch, config.ns_dtype)
+        self._wide = torch.promote_types(self._dtype, torch.float32)  # of norms
         self._device = self.momentum[0].device
         matrices = _matrices(self.parameters)
         self.buckets = _buckets(matrices, PLANS[config.distribution]([m.shape for m in matrices], base.ranks()))
         self.load: LoadReport = load_report(config.distribution, [m.shape for m in matrices], base.ranks())
 
     @abstractmethod
-    def normalise(self, position: int, x_Nmn: Tensor) -> Tensor:
-        """Orthogonal matrices of this rank in bucket number `position`, in fp32 or above, made ready to be scaled."""
+    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor | float:
+        """What makes orthogonal matrices of this rank in bucket number `position` ready to be scaled: a factor for each
+        row, (N, m, 1) in fp32 or above, or one for all."""
 
     @torch.no_grad()
     def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
         momentum, gradients, weights = [base.local(m) for m in self.momentum], self.gradients(), self.weights()
         torch._foreach_lerp_(momentum, gradients, 1 - self.config.momentum)
         squares = torch.zeros((), device=self._device)
-        for bucket, buffer in self._updates(momentum, gradients):
-            update = buffer.to(weights[0].dtype)
+        for bucket, update in self._updates(momentum, gradients):
             if measure:
-                squares += update.square().sum() * (lr**2 / bucket.copies)
-            self._apply(bucket, update, weights, lr)
+                norm = torch.linalg.vector_norm(update, dtype=self._wide)
+                squares += norm.square() * (lr**2 / bucket.copies)
+            parts = bucket.local(weights)
+            targets = [parts[t.matrix] for t in bucket.homeward.received]
+            bucket.update(targets, update, lr, self.config.weight_decay, self.config.cautious)
         return squares if measure else None
 
     def state_views(self) -> Iterator[StateView]:
         yield from self.sharded_views("momentum", self.momentum)
 
     def _updates(self, momentum: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket with the buffer that brought its update home, two exchanges being under way at any time."""
+        """Each bucket with the flat buffer that brought its update home, two exchanges being under way at any time."""
         arriving = self._send(self.buckets[0], momentum, gradients)
         returning: tuple[Bucket, InFlight] | None = None
         for position, bucket in enumerate(self.buckets):
             arrived = arriving.wait()
             if position + 1 < len(self.buckets):
                 arriving = self._send(self.buckets[position + 1], momentum, gradients)
-            parts = bucket.take_apart(self._orthogonalise(position, bucket.assemble(arrived)))
+            updates = self._orthogonalise(position, bucket.assemble(arrived))
             if returning is not None:
                 yield returning[0], returning[1].wait()
-            returning = bucket, bucket.homeward.start(parts, self._dtype, self._device)
+            returning = bucket, bucket.send_home(updates)
         yield returning[0], returning[1].wait()
 
     def _send(self, bucket: Bucket, momentum: list[Tensor], gradients: list[Tensor]) -> InFlight:
@@ -169,32 +188,20 @@ class OrthogonalOptimizer(RoleOptimizer):
             parts = dict(zip(parts, ahead, strict=True))
         return bucket.outward.start([parts[t.matrix] for t in bucket.outward.sent], self._dtype, self._device)
 
-    def _orthogonalise(self, position: int, x_Nmn: Tensor) -> Tensor:
-        if not len(x_Nmn):
-            return x_Nmn
-        orthogonal = newton_schulz(x_Nmn, self._dtype)
-        wide = torch.promote_types(self._dtype, torch.float32)
-        return self.normalise(position, orthogonal.to(wide)) * self._scale(self.buckets[position].oriented)
+    def _orthogonalise(self, position: int, stack: Tensor) -> Tensor:
+        """The updates of matrices of a bucket, both as stored."""
+        if not len(stack):
+            return stack
+        bucket, update = self.buckets[position], newton_schulz(stack, self._dtype)
+        factors = self.row_factors(position, bucket.oriented_view(update))
+        bucket.oriented_view(update).mul_(factors * self._scale(bucket.oriented))
+        return update
 
     def _scale(self, oriented: tuple[int, int]) -> float:
         fan_out, fan_in = oriented
         if self.config.scale == "spectral":
             return math.sqrt(max(1.0, fan_out / fan_in))
         return 0.2 * math.sqrt(max(fan_out, fan_in))
-
-    def _apply(self, bucket: Bucket, update: Tensor, weights: list[Tensor], lr: float) -> None:
-        """w <- w - lr (u + weight_decay w), the decay where allowed. `update` is flat, and is written over."""
-        parts = bucket.local(weights)
-        targets = [parts[t.matrix] for t in bucket.homeward.received]
-        if not targets:
-            return
-        if self.config.weight_decay:
-            before = torch.empty_like(update)
-            copy_all(split(before, bucket.homeward.received), targets)
-            if self.config.cautious:
-                before.masked_fill_(before * update <= 0, 0.0)
-            update.add_(before, alpha=self.config.weight_decay)
-        torch._foreach_add_(targets, split(update, bucket.homeward.received), alpha=-lr)
 
 
 def _matrices(parameters: Sequence[OwnedParameter]) -> list[Matrix]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from components.optimizers.base import RoleOptimizer, StateView, local, ranks
+from components.optimizers.base import RoleOptimizer, StateView, copies, local, ranks
 from components.optimizers.distribution import LoadReport
 from components.parameters import ROLE_NAMES, OwnedParameter, owned_parameters
 from registry import Component, lookup, unknown
@@ -179,13 +179,23 @@ def _check_roles(model: nn.Module, owned: list[OwnedParameter]) -> None:
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all gradients together (fp32, 0-d, same on every rank), plain tensors and DTensors of any mesh."""
+    """The norm of all gradients together (fp32, 0-d, same on every rank), plain tensors and DTensors of any mesh.
+
+    From the local shards: squares add up over ranks, each divided by the number of ranks that hold it.
+    """
     if not gradients:
         return torch.zeros(())
-    by_mesh: dict[object, list[Tensor]] = {}
+    by_placement: dict[object, list[Tensor]] = {}
     for gradient in gradients:
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        by_mesh.setdefault(key, []).append(gradient)
-    norms = [nn.utils.get_total_norm(members) for members in by_mesh.values()]
-    norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    return torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+        by_placement.setdefault(key, []).append(gradient)
+    square = sum(_square(members) / copies(members[0]) for members in by_placement.values())
+    if ranks() > 1:
+        dist.all_reduce(square)
+    return square.sqrt()
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """The sum of squares of this rank's shards, fp32."""
+    norms = torch._foreach_norm([local(gradient) for gradient in gradients])
+    return torch.stack(norms).float().square().sum()

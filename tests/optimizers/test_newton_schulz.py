@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from components.kernels.newton_schulz import launch
 from components.kernels.newton_schulz.op import newton_schulz
 from components.kernels.newton_schulz.reference import newton_schulz_reference
 
@@ -34,3 +35,40 @@ def test_the_result_does_not_depend_on_the_scale_of_the_input():
 def test_a_zero_matrix_stays_zero_and_no_matrix_gives_none():
     assert not newton_schulz(torch.zeros(2, 3, 4), torch.bfloat16).any()
     assert newton_schulz(torch.zeros(0, 3, 4), torch.float32).shape == (0, 3, 4)
+
+
+# Rows and columns that divide into tiles and that do not; one tile, and several with mirrored ones.
+@pytest.mark.parametrize("shape", [(2, 32, 48), (3, 40, 21), (1, 9, 16), (2, 50, 70)])
+@pytest.mark.parametrize("tall", [False, True])
+def test_the_symmetric_product_in_triton_equals_torch(monkeypatch, shape, tall):
+    monkeypatch.setattr(launch, "TILE", 16)
+    monkeypatch.setattr(launch, "COLUMNS", 16)
+    check_symmetric_product(torch.randn(shape) if not tall else torch.randn(shape).mT.contiguous().mT, 1e-6)
+
+
+def check_symmetric_product(x, tolerance):
+    gram = launch.symmetric_product(x)
+    polynomial = launch.symmetric_product(gram, added_NRR=gram, alpha=0.1, beta=0.7, diagonal=3.0)
+    wide, square = x.double(), gram.double()
+    identity = torch.eye(x.shape[1], dtype=torch.float64, device=x.device)
+    for found, expected in (
+        (gram, wide @ wide.mT),
+        (polynomial, 0.1 * square @ square + 0.7 * square + 3 * identity),
+    ):
+        assert (found.double() - expected).norm() <= tolerance * expected.norm()
+        assert torch.equal(found, found.mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 1280, 896), (2, 900, 1000), (2, 512, 64)])
+def test_newton_schulz_with_the_symmetric_kernel_errs_as_without_on_the_gpu(monkeypatch, shape):
+    x = torch.randn(shape, device="cuda")
+    for matrices in (x, x.mT):
+        check_symmetric_product(matrices.bfloat16(), 4e-3)
+        exact = newton_schulz(matrices, torch.float64)
+        with_kernel = newton_schulz(matrices, torch.bfloat16)
+        with monkeypatch.context() as patched:
+            patched.setattr(launch, "pays", lambda x: False)
+            without = newton_schulz(matrices, torch.bfloat16)
+        errors = [(found.double() - exact).norm() / exact.norm() for found in (with_kernel, without)]
+        assert errors[0] < 1.2 * errors[1] < 0.1

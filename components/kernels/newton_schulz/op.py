@@ -3,29 +3,46 @@
 N matrices, m rows, n columns. Each singular value s in (0, 1] is sent through p(s) = a s + b s³ + c s⁵ five times and
 lands near 1 (in about [0.7, 1.2]); the coefficients buy speed at s = 0 with that spread.
 
-Left out on purpose: a kernel that uses the symmetry of A, and other coefficient schedules (Polar Express).
+A step is X <- Q X with Q = a I + b A + c A², A = X Xᵀ. Both A and Q are symmetric: where it pays, half of each is
+computed. `a` stands in Q and not beside the last product, which therefore reads nothing but its factors.
+
+Left out on purpose: other coefficient schedules (Polar Express).
 """
 
 import torch
 from torch import Tensor
+
+from components.kernels.newton_schulz import launch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 
 
 def newton_schulz(x_Nmn: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrices' approximate polar factors, computed and returned in `dtype` (bf16, fp32; fp64 for yardsticks).
+    """The matrices' approximate polar factors, computed and returned in `dtype` (bf16, fp32; fp64 for yardsticks),
+    contiguous.
 
-    A zero matrix stays zero. Source: Jordan et al. 2024, "Muon"; the shorter side is made the rows, so the Gram
-    matrices are as small as can be: cost m·n·min(m, n) a step.
+    A zero matrix stays zero. Source: Jordan et al. 2024, "Muon"; the products are taken on the shorter side, so the
+    Gram matrices are as small as can be: cost m·n·min(m, n) a step.
     """
-    tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
-    x = (x_Nmn.mT if tall else x_Nmn).to(dtype)
+    x = x_Nmn.to(dtype)
     # The norm in fp32 at least: a sum of squares of bf16 would carry 3 digits.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(dtype, torch.float32))
-    x = x / norm.clamp_min(torch.finfo(torch.float32).tiny).to(dtype)
-    a, b, c = COEFFICIENTS
+    x = x.contiguous() / norm.clamp_min(torch.finfo(torch.float32).tiny).to(dtype)
+    tall = x.shape[-2] > x.shape[-1]
     for _ in range(STEPS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        factor = _polynomial(x.mT if tall else x)
+        x = x @ factor if tall else factor @ x
+    return x
+
+
+def _polynomial(x_NRK: Tensor) -> Tensor:
+    """a I + b A + c A² for A = x xᵀ."""
+    a, b, c = COEFFICIENTS
+    if launch.pays(x_NRK):
+        gram = launch.symmetric_product(x_NRK)
+        return launch.symmetric_product(gram, added_NRR=gram, alpha=c, beta=b, diagonal=a)
+    gram = x_NRK @ x_NRK.mT
+    factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    return factor

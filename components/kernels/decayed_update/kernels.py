@@ -1,0 +1,33 @@
+"""The update of many weight tensors in one launch: each is read once and written once."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decayed_update(
+    addresses,
+    starts,
+    sizes,
+    update,
+    lr,
+    decay,
+    CAUTIOUS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program updates one block of one tensor: `addresses` of the blocks' first weights, `starts` of their updates in
+    `update`, `sizes`. ALIGNED: all of these are multiples of 16 bytes or 16 elements."""
+    block = tl.program_id(0)
+    start, size = tl.load(starts + block), tl.load(sizes + block)
+    weights = tl.load(addresses + block).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        start, size, weights = tl.multiple_of(start, 16), tl.multiple_of(size, 16), tl.multiple_of(weights, 16)
+    at = tl.arange(0, BLOCK)
+    w = tl.load(weights + at, mask=at < size)
+    u = tl.load(update + start + at, mask=at < size).to(w.dtype)
+    decayed = decay * w
+    if CAUTIOUS:
+        decayed = tl.where(u * w > 0, decayed, 0.0)
+    tl.store(weights + at, w - lr * (u + decayed), mask=at < size)
