@@ -6,7 +6,8 @@ A block must have no side effects: activation checkpointing, compile and graph c
 recording of it. So statistics travel out as return values (`Aux`) and mutable inputs are explicit (`Cache`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -25,7 +26,8 @@ class Context:
     position_BT: int64, restarts at 0 at each document. document_BT: int32 document number within the row, or None
     where each row is one document. cu_seqlens: int32, starts of the documents over the flattened B*T tokens, then
     B*T repeated up to a fixed length; None exactly where document_BT is. lent_keys, lent_values: what the nearest
-    earlier layer that lends has lent, (B, L, G, K), L positions being T or, in decoding, the cache's capacity.
+    earlier layer that lends has lent, (B, L, G, K), L positions being T or, in decoding, the cache's capacity. angles:
+    cosines and sines of the rotary embeddings in use, by (rotary width, theta); computed where one is not there.
     """
 
     position_BT: Tensor
@@ -33,6 +35,7 @@ class Context:
     cu_seqlens: Tensor | None = None
     lent_keys: Tensor | None = None
     lent_values: Tensor | None = None
+    angles: Mapping[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Cache(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from components.interfaces import LENT, Aux, Context
 from components.layers.initial import LINEAR_STD, residual_std
-from components.layers.rotary import rotary_angles, rotate
+from components.layers.rotary import angles_in, rotate
 from components.mixers.cache import BorrowingCache, PositionCache, visible_BTL
 from components.mixers.mla import document_mask
 from components.parameters import Role, normal, rows, whole
@@ -46,6 +46,10 @@ class GQA(nn.Module):
         @property
         def rotary_dim(self) -> int:
             return int(self.rotary_fraction * self.head_dim)
+
+        @property
+        def rotation(self) -> tuple[int, float] | None:
+            return (self.rotary_dim, self.rope_theta) if self.rotary_dim else None
 
         @property
         def lends(self) -> tuple[int, int] | None:
@@ -104,9 +108,9 @@ class GQA(nn.Module):
         c = self.config
         projected = F.linear(x_BTD, self.qkv).split(list(c.widths.values()), -1)
         heads = [x.unflatten(-1, (-1, c.head_dim)) for x in projected]
-        if not c.rotary_dim:
+        if c.rotation is None:
             return heads
-        angles = rotary_angles(ctx.position_BT, c.rotary_dim, c.rope_theta)
+        angles = angles_in(ctx, c.rotation)
         return [*(rotate(x, angles) for x in heads[:2]), *heads[2:]]
 
     def _held(self, k_BTGK: Tensor, v_BTGK: Tensor, ctx: Context, cache: PositionCache | None):

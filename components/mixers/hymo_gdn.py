@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from components.interfaces import Aux, Context
 from components.layers.initial import LINEAR_STD, residual_std
 from components.layers.norm import RMSNorm
-from components.layers.rotary import rotary_angles, rotate
+from components.layers.rotary import angles_in, rotate
 from components.mixers.cache import RecurrentCache
 from components.mixers.recurrence import Recurrence, convolve, new_recurrent_cache
 from components.parameters import Role, normal, rows, uniform, whole
@@ -69,6 +69,10 @@ class HymoGDN(nn.Module):
         @property
         def rotary_dim(self) -> int:
             return int(self.rotary_fraction * self.rotated_width)
+
+        @property
+        def rotation(self) -> tuple[int, float] | None:
+            return (self.rotary_dim, self.rope_theta) if self.rope else None
 
         def _matmul_parameters(self, dim: int) -> int:
             into = self.inner + (dim if self.skip else 0)
@@ -131,9 +135,9 @@ class HymoGDN(nn.Module):
     def _rotate(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         q, k, v = (x.unflatten(-1, (c.heads, -1)) for x in (q, k, v))
-        if not c.rope:
+        if c.rotation is None:
             return q, k, v
-        angles = rotary_angles(ctx.position_BT, c.rotary_dim, c.rope_theta)
+        angles = angles_in(ctx, c.rotation)
         if c.rope_on == "v":
             return q, k, rotate(v, angles)
         return rotate(q, angles), rotate(k, angles), v

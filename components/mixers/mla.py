@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from components.interfaces import Aux, Context
 from components.layers.initial import LINEAR_STD, residual_std
 from components.layers.norm import RMSNorm
-from components.layers.rotary import rotary_angles, rotate
+from components.layers.rotary import angles_in, rotate
 from components.mixers.cache import PositionCache
 from components.parameters import Role, normal, rows, whole
 from registry import register
@@ -58,6 +58,10 @@ class MLA(nn.Module):
         @property
         def values(self) -> int:
             return self.value_dim or self.head_dim
+
+        @property
+        def rotation(self) -> tuple[int, float]:
+            return self.rotary_dim if self.rope == "partial" else self.head_dim, self.rope_theta
 
         def _matmul_parameters(self, dim: int) -> int:
             down = dim * (self.q_rank + self.kv_rank + self.rotary_dim)
@@ -112,7 +116,7 @@ class MLA(nn.Module):
         if c.rope == "full":
             o_BTHV = self._attend_full(q_BTHK, latent_BTC, rotary_key_BT1R, ctx, cache)
         else:
-            angles = rotary_angles(ctx.position_BT, c.rotary_dim, c.rope_theta)
+            angles = angles_in(ctx, c.rotation)
             q_BTHK, rotary_key_BT1R = rotate(q_BTHK, angles), rotate(rotary_key_BT1R, angles)
             o_BTHV = self._attend(q_BTHK, latent_BTC, rotary_key_BT1R, ctx, cache)
         return F.linear(o_BTHV.flatten(2), self.out), {}
@@ -130,7 +134,7 @@ class MLA(nn.Module):
 
     def _attend_full(self, q_BTHK, latent_BTC, rotary_key_BT1R, ctx: Context, cache: PositionCache | None) -> Tensor:
         """Full rotation: keys rotate after the up-projection, so the cache holds them expanded."""
-        angles = rotary_angles(ctx.position_BT, self.config.head_dim, self.config.rope_theta)
+        angles = angles_in(ctx, self.config.rotation)
         k_BTGK, v_BTGV = self._expand(latent_BTC, rotary_key_BT1R)
         q_BTHK, k_BTGK = rotate(q_BTHK, angles), rotate(k_BTGK, angles)
         if cache is None:

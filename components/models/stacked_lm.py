@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from components.data.batch import Batch
 from components.interfaces import BALANCE_LOSS, LENT, Aux, Cache, Context
 from components.layers.initial import LINEAR_STD
+from components.layers.rotary import Angles, rotary_angles
 from components.losses.targets import IGNORE, target_counts, targets
 from components.models.block import Block
 from components.models.stack import Step, Zone, flatten
@@ -322,18 +323,29 @@ class StackedLM(nn.Module):
     def _head_loss(self, d: int, h_BTD: Tensor, embedded_BTD: Tensor, batch: Batch) -> Tensor:
         """Depth d's weighted loss (0 is the main head's) from the stack's output."""
         if d:
-            *_, h_BTD = islice(self.mtp(h_BTD, embedded_BTD, _context(batch)), d)
+            *_, h_BTD = islice(self.mtp(h_BTD, embedded_BTD, self._context(batch)), d)
         loss = self.loss(self.norm(h_BTD), self.embedding, targets(batch, 1 + d), self.head.softcap)
         return self.config.loss_weights()[d] * loss
 
     def _heads(self, batch: Batch, aux: Aux):
         """Each head's hidden states before the final norm, main head first; the layers' statistics go into `aux`."""
-        ctx = _context(batch)
+        ctx = self._context(batch)
         embedded_BT1D = F.embedding(batch.tokens_BT1, self.embedding)
         h_BTD = self._stack(embedded_BT1D[:, :-1], ctx, aux)
         yield h_BTD
         if self.mtp is not None:
             yield from self.mtp(h_BTD, embedded_BT1D[:, 1:], ctx)
+
+    def _context(self, batch: Batch) -> Context:
+        document_BT = None if batch.document_BT1 is None else batch.document_BT1[:, :-1]
+        angles = self._angles(batch.position_BT)
+        return Context(batch.position_BT, document_BT, batch.cu_seqlens, angles=angles)
+
+    def _angles(self, position_BT: Tensor) -> dict[tuple[int, float], Angles]:
+        """Of every rotary embedding in the stack: layers would otherwise each compute the same ones."""
+        mixers = [mixer.config for mixer in self.config.mixers.values()]
+        rotations = dict.fromkeys(getattr(mixer, "rotation", None) for mixer in mixers)
+        return {rotation: rotary_angles(position_BT, *rotation) for rotation in rotations if rotation}
 
     def _stack(self, x_BTD: Tensor, ctx: Context, aux: Aux, caches: list[Cache] | None = None) -> Tensor:
         """The stack's output, from embeddings. The layers' statistics and the sum of balance losses go into `aux`."""
@@ -381,11 +393,7 @@ class StackedLM(nn.Module):
         """Take in T more tokens (a prompt, or one decoded token); the logits (B, V) of what follows the last."""
         start_B1 = caches[0].lengths_B[:, None]
         position_BT = start_B1 + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        ctx = Context(position_BT, angles=self._angles(position_BT))
         with torch.compiler.set_stance("force_eager"):  # caches fill up: compiled code would be made anew each token
-            h_BTD = self._stack(F.embedding(tokens_BT, self.embedding), Context(position_BT), {}, caches)
+            h_BTD = self._stack(F.embedding(tokens_BT, self.embedding), ctx, {}, caches)
         return self.head.logits(self.norm(h_BTD[:, -1]), self.embedding)
-
-
-def _context(batch: Batch) -> Context:
-    document_BT = None if batch.document_BT1 is None else batch.document_BT1[:, :-1]
-    return Context(batch.position_BT, document_BT, batch.cu_seqlens)
