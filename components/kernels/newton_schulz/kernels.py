@@ -42,8 +42,11 @@ def symmetric_product(
     matrix = (pid // tiles).to(tl.int64)
     i, j = _row_and_column(pid % tiles)
     r, c, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BK)
-    left = x + matrix * x_matrix + r[:, None] * x_row + k[None, :] * x_column
-    right = x + matrix * x_matrix + c[None, :] * x_row + k[:, None] * x_column
+    x += matrix * x_matrix
+    added += matrix * R * R
+    out += matrix * R * R
+    left = x + r[:, None] * x_row + k[None, :] * x_column
+    right = x + c[None, :] * x_row + k[:, None] * x_column
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, K, BK):
         if WHOLE:
@@ -56,7 +59,7 @@ def symmetric_product(
         left += BK * x_column
         right += BK * x_column
     total *= alpha
-    here = matrix * R * R + r[:, None] * R + c[None, :]
+    here = r[:, None] * R + c[None, :]
     inside = (r < R)[:, None] & (c < R)[None, :]
     if ADD:
         total += beta * tl.load(added + here, mask=inside, other=0.0).to(tl.float32)
@@ -64,5 +67,4 @@ def symmetric_product(
     result = total.to(out.dtype.element_ty)
     tl.store(out + here, result, mask=inside)
     if i != j:
-        mirrored = matrix * R * R + c[:, None] * R + r[None, :]
-        tl.store(out + mirrored, tl.trans(result), mask=(c < R)[:, None] & (r < R)[None, :])
+        tl.store(out + c[:, None] * R + r[None, :], tl.trans(result), mask=(c < R)[:, None] & (r < R)[None, :])

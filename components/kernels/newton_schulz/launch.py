@@ -7,6 +7,7 @@ from torch import Tensor
 from components.kernels.newton_schulz import kernels
 
 TILE, COLUMNS, WARPS, STAGES = 128, 64, 8, 3
+REGISTERS = 128  # of a thread: two programs fit an SM, and nothing spills
 
 
 def symmetric_product(
@@ -34,6 +35,7 @@ def symmetric_product(
         BK=COLUMNS,
         num_warps=WARPS,
         num_stages=STAGES,
+        maxnreg=REGISTERS,
     )
     return out
 
