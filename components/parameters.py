@@ -130,7 +130,12 @@ def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
         for name, parameter in own.items():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield OwnedParameter(f"{path}.{name}" if path else name, path, parameter, declared[name])
+                yield OwnedParameter(f"{path}.{name}" if path else name, path, master(parameter), declared[name])
+
+
+def master(parameter: nn.Parameter) -> nn.Parameter:
+    """What is trained: the parameter itself, or what a plan made it a copy of, in another dtype or whole."""
+    return getattr(parameter, "master", parameter)
 
 
 def logical_path(path: str) -> str:

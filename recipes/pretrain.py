@@ -11,10 +11,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,9 @@ from components.metrics.sinks import MetricLog
 from components.models.stacked_lm import StackedLM
 from components.optimizers.roles import JointOptimizer, build_optimizers
 from components.parallel.apply import prepare_model
+from components.parallel.micro_batch import MicroBatch
 from components.parallel.optional import UnavailableError
+from components.parallel.plan import Plan
 from components.parallel.process_group import Place, StepWatch, init, set_timeout, shutdown
 from recipes.banner import banner, farewell
 from recipes.job import Job, load_or_exit, refused_changes, to_table, write_resolved
@@ -67,6 +70,12 @@ class Progress:
     validation: dict[str, float] = field(default_factory=dict)  # the newest
 
 
+class MicroBatches(Protocol):
+    """What a run trains on; `TrainData` is one."""
+
+    def micro_batches(self, step: int) -> Iterable[Batch]: ...
+
+
 @dataclass
 class Run:
     """Everything that one run is made of."""
@@ -75,9 +84,11 @@ class Run:
     place: Place
     tokenizer: Tokenizer
     model: StackedLM
+    plan: Plan
+    micro_batch: MicroBatch
     optimizer: JointOptimizer
     schedule: object
-    data: TrainData
+    data: MicroBatches
     held_out: HeldOut | None
     checkpoints: Checkpointer | None
     stop: StopRequest
@@ -104,6 +115,7 @@ def train(job: Job, place: Place, stop: StopRequest) -> Run:
     """The run: build, resume, step until done or asked to stop, say where everything is. Returns it as it ended."""
     run = build(job, place, stop)
     restore(run)
+    run.plan.refresh_weights()
     if place.rank == 0:
         write_resolved(job, job.job.dump_folder)
         banner(run)
@@ -153,21 +165,12 @@ def due(step: int, interval: int, last: int) -> bool:
 # Building -------------------------------------------------------------------------------------------
 
 
-def build(job: Job, place: Place, stop: StopRequest) -> Run:
-    """Model, optimizer, data and checkpoints as the recipe says, at their initial values."""
+def build(job: Job, place: Place, stop: StopRequest, data: MicroBatches | None = None) -> Run:
+    """Model, optimizer, data and checkpoints as the recipe says, at their initial values; `data` if it is given takes
+    the place of the recipe's text."""
     set_numerics(job)
     training, tokenizer = job.training, job.tokenizer.build()
-    data = TrainData(
-        job.data,
-        tokenizer,
-        seq_len=training.seq_len,
-        global_batch_size=training.global_batch_size,
-        local_batch_size=training.local_batch_size,
-        rank=place.rank,
-        world_size=place.ranks,
-        pin_memory=place.device.type == "cuda",
-    )
-    model = prepare_model(
+    prepared = prepare_model(
         job.model,
         parallelism=job.parallelism,
         fused_gdn=job.fused_gdn,
@@ -176,20 +179,25 @@ def build(job: Job, place: Place, stop: StopRequest) -> Run:
         compile=job.compile,
         cuda_graph=job.cuda_graph,
         micro_batch=(training.local_batch_size, training.seq_len),
+        packing=job.data.packing,
         dtype=getattr(torch, training.dtype),
         seed=job.debug.seed,
         device=place.device,
         world=place.ranks,
     )
-    optimizer = build_optimizers(model, {role: getattr(job.optimizer, role) for role in job.optimizer.__annotations__})
+    optimizer = build_optimizers(
+        prepared.model, {role: getattr(job.optimizer, role) for role in job.optimizer.__annotations__}
+    )
     return Run(
         job=job,
         place=place,
         tokenizer=tokenizer,
-        model=model,
+        model=prepared.model,
+        plan=prepared.plan,
+        micro_batch=prepared.micro_batch,
         optimizer=optimizer,
         schedule=job.lr_scheduler.build(),
-        data=data,
+        data=text(job, tokenizer, place) if data is None else data,
         held_out=held_out(job, tokenizer) if job.validation.enable else None,
         checkpoints=checkpoints(job) if job.checkpoint.enable else None,
         stop=stop,
@@ -202,6 +210,20 @@ def set_numerics(job: Job) -> None:
     if job.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def text(job: Job, tokenizer: Tokenizer, place: Place) -> TrainData:
+    training = job.training
+    return TrainData(
+        job.data,
+        tokenizer,
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        rank=place.rank,
+        world_size=place.ranks,
+        pin_memory=place.device.type == "cuda",
+    )
 
 
 def held_out(job: Job, tokenizer: Tokenizer) -> HeldOut:
@@ -296,16 +318,17 @@ def global_target_counts(run: Run, batches: list[Batch]) -> Tensor:
 
 def accumulate_gradients(run: Run, batches: list[Batch], counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Gradients of the global batch's mean loss into `.grad`; this rank's loss sums and statistics."""
+    run.plan.clear_gradients()
     weights = torch.tensor(run.model.config.loss_weights(), device=run.place.device)
-    # Sharding averages gradients over ranks; the sum over ranks is what a mean over all targets needs.
+    # Plans average gradients over ranks; the sum over ranks is what a mean over all targets needs.
     scale = run.place.ranks * weights / counts.clamp(min=1)
     sums, aux = torch.zeros_like(counts), {}
     for batch in batches:
-        output = run.model(batch)
-        (output.loss_sums * scale).sum().backward()
-        sums += output.loss_sums.detach()
+        output = run.micro_batch(batch, scale)
+        sums += output.loss_sums
         for name, value in output.aux.items():
             aux[name] = aux[name] + value if name in aux else value
+    run.plan.reduce_gradients()
     return sums, aux
 
 
@@ -315,6 +338,7 @@ def update(run: Run, factor: float, norm: float, choices: dict[str, list[float]]
     if norm > LARGE_NORM and place.rank == 0:
         print(f"step {progress.step}: gradient norm {norm:.1f} before clipping", file=sys.stderr, flush=True)
     run.optimizer.step(factor, measure=logged(run))
+    run.plan.refresh_weights()
     run.model.update_balance(on_device(choices, place.device))
     progress.tokens += run.job.training.tokens_per_step
     progress.skipped_in_a_row = 0

@@ -260,7 +260,27 @@ MISTAKES = {
     ),
     "recording with packed documents": (
         '[cuda_graph]\nenable = true\n[data]\npacking = "document"\n',
-        "x.toml [cuda_graph.enable]: recordings have no mask of documents",
+        "x.toml [cuda_graph.enable]: recorded mixers have no mask of documents",
+    ),
+    "recording the whole micro-batch where weights move": (
+        '[cuda_graph]\nenable = true\ncomponents = ["model"]\n',
+        'x.toml [cuda_graph.components]: plan = "fsdp2" moves weights within a micro-batch: record labels of mixers',
+    ),
+    "recording a mixer where the whole micro-batch can be": (
+        '[cuda_graph]\nenable = true\n[parallelism]\nplan = "zero1"\n',
+        'x.toml [cuda_graph.components]: plan = "zero1" keeps all weights in place: record "model"',
+    ),
+    "a plan that does not exist": (
+        '[parallelism]\nplan = "zero"\n',
+        'x.toml [parallelism.plan]: no plan named "zero". Did you mean "zero1"? Registered: fsdp2, zero1',
+    ),
+    "units of one expert without units": (
+        '[parallelism]\nplan = "zero1"\nexpert_wrapping = "per_expert"\n',
+        'x.toml [parallelism.expert_wrapping]: plan "zero1" has no units to wrap',
+    ),
+    "copies of what is whole": (
+        '[parallelism]\nplan = "zero1"\ndata_parallel_replicate_degree = 2\n',
+        'x.toml [parallelism.data_parallel_replicate_degree]: plan "zero1" shards over all ranks',
     ),
     "recording what is compiled": (
         '[cuda_graph]\nenable = true\n[compile]\nenable = true\ncomponents = ["mla"]\n',

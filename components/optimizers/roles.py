@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from components.optimizers.base import RoleOptimizer, StateView, copies, local, ranks
 from components.optimizers.distribution import LoadReport
-from components.parameters import ROLE_NAMES, OwnedParameter, owned_parameters
+from components.parameters import ROLE_NAMES, OwnedParameter, master, owned_parameters
 from registry import Component, lookup, unknown
 
 
@@ -162,7 +162,7 @@ def _check_roles(model: nn.Module, owned: list[OwnedParameter]) -> None:
     role_of = {id(o.parameter): o for o in owned}
     for path, module in model.named_modules():
         for name, role in module.roles().items() if hasattr(module, "roles") else ():
-            first = role_of[id(getattr(module, name))]
+            first = role_of[id(master(getattr(module, name)))]
             if role.name != first.role.name:
                 raise ValueError(
                     f"{first.name} is shared with {path}.{name} but declared {first.role.name!r} here and "

@@ -43,9 +43,10 @@ def _chosen(labels: BlockConfig, components: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _how(by_op: bool) -> dict[str, Any]:
-    """Options of `torch.utils.checkpoint`."""
+    """Options of `torch.utils.checkpoint`. Nothing in a block draws random numbers, and their state cannot be read
+    while a CUDA graph is recorded."""
     if not by_op:
-        return {}
+        return {"preserve_rng_state": False}
     # The hooks of a sharded unit inside a block mark themselves for the profiler, not equally often on recomputation.
     SAC_IGNORED_OPS.update(
         (
@@ -53,7 +54,8 @@ def _how(by_op: bool) -> dict[str, Any]:
             torch.ops.profiler._record_function_exit._RecordFunction,
         )
     )
-    return {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
+    keep = partial(create_selective_checkpoint_contexts, _keep_products)
+    return {"preserve_rng_state": False, "context_fn": keep}
 
 
 def _kept_ops() -> set:

@@ -4,6 +4,8 @@ build on meta -> how experts are stored, what stays whole -> activation checkpoi
 -> allocate -> initialise -> record
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from components.kernels.gated_delta_rule.op import gated_delta_rule, use_fused
@@ -12,10 +14,23 @@ from components.models.stacked_lm import StackedLM
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
 from components.parallel.compile import apply_compile
 from components.parallel.cuda_graph import keep_whole, record, whole_mixers
-from components.parallel.fsdp2 import apply_fsdp2, data_mesh, exact_experts, separate_experts
+from components.parallel.fsdp2 import exact_experts, separate_experts
+from components.parallel.micro_batch import MicroBatch, sample_batch
 from components.parallel.optional import attempt
+from components.parallel.plan import Plan
 from components.parameters import initialise
-from registry import Component
+from registry import Component, lookup
+
+MICRO_BATCH = "model"  # in [cuda_graph] components: the whole of it
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the loop works with."""
+
+    model: StackedLM
+    plan: Plan
+    micro_batch: MicroBatch  # forward and backward
 
 
 def prepare_model(
@@ -28,14 +43,17 @@ def prepare_model(
     compile,
     cuda_graph,
     micro_batch: tuple[int, int],
+    packing: str,
     dtype: torch.dtype,
     seed: int,
     device: torch.device,
     world: int,
-) -> StackedLM:
+) -> Prepared:
     """The model that `component` describes, sharded over `world` ranks, on `device`, with initial values, for training
     on micro-batches of (rows, positions). Sections of the recipe come under their names. Raises ValueError for an
     optimisation that cannot be switched on and must be."""
+    plan = lookup("plan", parallelism.plan).cls
+    plan = plan(plan.Config(), parallelism=parallelism, dtype=dtype, device_type=device.type, world=world)
     use_fused(fused_gdn.enable and attempt("fused_gdn", fused_gdn.on_failure, lambda: _probe_fused(dtype, device)))
     with torch.device("meta"):
         model = component.build()
@@ -44,15 +62,27 @@ def prepare_model(
     apply_activation_checkpoint(model, ac.mode, ac.selective_ac_option, ac.components)
     if compile.enable:
         apply_compile(model, compile.components, compile.backend, compile.on_failure)
-    _shard(model, parallelism, dtype, device.type, world)
+    plan.shard(model, ignored=[parameter for mixer in whole_mixers(model) for parameter in mixer.parameters()])
     model.to_empty(device=device)
     initialise(model, seed)
     model.reset_buffers()
+    plan.initialised(model)
+    prepared = Prepared(model, plan, MicroBatch(model))
     if cuda_graph.enable:
-        attempt("cuda_graph", cuda_graph.on_failure, lambda: record(model, micro_batch))
+        attempt(
+            "cuda_graph", cuda_graph.on_failure, lambda: _record(prepared, cuda_graph, micro_batch, packing, device)
+        )
         for mixer in whole_mixers(model):
             mixer.average_gradients()
-    return model
+    return prepared
+
+
+def _record(prepared: Prepared, cuda_graph, micro_batch: tuple[int, int], packing: str, device: torch.device) -> None:
+    if MICRO_BATCH in cuda_graph.components:
+        sample = sample_batch(*micro_batch, prepared.model.config.vocab_size, packing, device)
+        prepared.micro_batch.record(sample)
+    else:
+        record(prepared.model, micro_batch)
 
 
 def _arrange(model: StackedLM, parallelism, moe_mixed_precision, cuda_graph, dtype: torch.dtype, device) -> None:
@@ -64,7 +94,7 @@ def _arrange(model: StackedLM, parallelism, moe_mixed_precision, cuda_graph, dty
         moe_mixed_precision.enable and attempt("moe_mixed_precision", on_failure, lambda: _probe_grouped(dtype, device))
     ):
         exact_experts(model)
-    if cuda_graph.enable:
+    if cuda_graph.enable and MICRO_BATCH not in cuda_graph.components:
         keep_whole(model, cuda_graph.components, dtype)
 
 
@@ -80,15 +110,3 @@ def _probe_grouped(dtype: torch.dtype, device: torch.device) -> None:
     """A grouped product and its gradients in `dtype`, or what the device has to say against it."""
     rows, weight = (torch.ones(s, dtype=dtype, device=device, requires_grad=True) for s in ((16, 16), (2, 16, 16)))
     grouped_mm(rows, weight, torch.tensor([8, 16], dtype=torch.int32, device=device)).square().sum().backward()
-
-
-def _shard(model: StackedLM, parallelism, dtype: torch.dtype, device_type: str, world: int) -> None:
-    p = parallelism
-    apply_fsdp2(
-        model,
-        data_mesh(device_type, world, p.data_parallel_shard_degree, p.data_parallel_replicate_degree),
-        dtype,
-        getattr(torch, p.reduce_dtype),
-        p.reshard_after_forward,
-        ignored=[parameter for mixer in whole_mixers(model) for parameter in mixer.parameters()],
-    )

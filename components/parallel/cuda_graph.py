@@ -5,8 +5,8 @@ a recorded mixer is part of no unit: every rank keeps its weights whole, in fp32
 attention has 22 M of 1,129 M), casts them within the recording, and the ranks average their gradients after every
 micro-batch. Updates are the same on all ranks, so the copies stay equal bit for bit.
 
-Left out on purpose: recording the whole micro-batch, for which every weight would have to be whole and in place, with
-one reduction a step, a plan of its own beside FSDP-2; and masks for packed documents within a recording.
+This is for `fsdp2`; a plan that keeps every weight whole records whole micro-batches (`micro_batch.py`). Left out on
+purpose: masks for packed documents within a recorded mixer.
 Shapes: B batch, T sequence, D width.
 """
 
@@ -36,7 +36,8 @@ def obstacles(model: StackedLM, labels: tuple[str, ...]) -> Iterator[str]:
         if len(set(mixers)) < len(mixers):
             yield (
                 f'mixer "{label}" runs several times in one micro-batch (loops or share): a second replay would '
-                "overwrite the activations that the first left for backward; take it out"
+                "overwrite the activations that the first left for backward; take it out, or record the whole "
+                'micro-batch (components = ["model"] under plan = "zero1")'
             )
         if getattr(config.mixers[label].config, "lends", None) or getattr(config.mixers[label].config, "borrows", None):
             yield f'mixer "{label}" shares keys with other layers, which a recording cannot pass on; take it out'

@@ -11,23 +11,17 @@ Left out on purpose: prefetch beyond FSDP-2's own, of which no gain has been mea
 
 import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
 from components.models.stacked_lm import StackedLM
-
-
-def data_mesh(device_type: str, world_size: int, shard_degree: int, replicate_degree: int) -> DeviceMesh:
-    """One axis ("shard"), or two ("replicate", "shard") for hybrid sharding. A shard degree of −1 takes all the ranks
-    that replication leaves."""
-    if replicate_degree == 1:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    shard_degree = world_size // replicate_degree if shard_degree == -1 else shard_degree
-    return init_device_mesh(device_type, (replicate_degree, shard_degree), mesh_dim_names=("replicate", "shard"))
+from components.parallel.plan import Plan, data_mesh, placement
+from registry import register
 
 
 def separate_experts(model: StackedLM) -> None:
@@ -47,32 +41,41 @@ def exact_experts(model: StackedLM) -> None:
             module.fp32_unit = True
 
 
-def apply_fsdp2(
-    model: StackedLM,
-    mesh: DeviceMesh,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: bool,
-    ignored: Collection[nn.Parameter] = (),
-) -> None:
-    """Shard `model` in place over the last axis of `mesh`. Master weights stay in the dtype they have (fp32), compute
-    is in `param_dtype`, gradients travel in `reduce_dtype`. `ignored` parameters stay whole and are left alone."""
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+@register("plan", "fsdp2")
+@final
+class FSDP2(Plan):
+    """A unit a block: weights gathered for its forward and backward, gradients reduced after each micro-batch."""
 
-    def place(parameter: nn.Parameter) -> Shard:
-        return _placement(parameter, mesh.size(-1))
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        pass
 
-    how = {"mesh": mesh, "shard_placement_fn": place, "ignored_params": set(ignored)}
-    for unit in _units(model):
-        for module in _nested(unit):
-            fp32 = getattr(module, "fp32_unit", False)
-            fully_shard(module, mp_policy=exact if fp32 else policy, reshard_after_forward=reshard_after_forward, **how)
-            module.set_unshard_in_backward(getattr(module, "backward_needs_weights", True))
-        fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how)
-    fully_shard(model, mp_policy=policy, **how)
-    for method in ("logits", "extend", "acceptance", "gradient_norms"):
-        register_fsdp_forward_method(model, method)
+    def __init__(self, config: Config, *, parallelism, dtype: torch.dtype, device_type: str, world: int):
+        p = self.parallelism = parallelism
+        self.dtype = dtype
+        self.mesh = data_mesh(device_type, world, p.data_parallel_shard_degree, p.data_parallel_replicate_degree)
+
+    def shard(self, model: StackedLM, ignored: Collection[nn.Parameter] = ()) -> None:
+        """Master weights stay in the dtype they have (fp32), compute is in the plan's, gradients travel in
+        `reduce_dtype`; parts that say `fp32_unit` do all in fp32."""
+        reduced = getattr(torch, self.parallelism.reduce_dtype)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduced)
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        reshard = self.parallelism.reshard_after_forward
+
+        def place(parameter: nn.Parameter) -> Shard:
+            return placement(parameter, self.mesh.size(-1))
+
+        how = {"mesh": self.mesh, "shard_placement_fn": place, "ignored_params": set(ignored)}
+        for unit in _units(model):
+            for module in _nested(unit):
+                fp32 = getattr(module, "fp32_unit", False)
+                fully_shard(module, mp_policy=exact if fp32 else policy, reshard_after_forward=reshard, **how)
+                module.set_unshard_in_backward(getattr(module, "backward_needs_weights", True))
+            fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard, **how)
+        fully_shard(model, mp_policy=policy, **how)
+        for method in ("logits", "extend", "acceptance", "gradient_norms"):
+            register_fsdp_forward_method(model, method)
 
 
 def _units(model: StackedLM) -> Iterator[nn.Module]:
@@ -85,12 +88,3 @@ def _nested(unit: nn.Module) -> list[nn.Module]:
     """The modules in `unit` that are units by themselves, but for those of a shared part, which have been."""
     marked = (m for m in unit.modules() if getattr(m, "fp32_unit", False) or getattr(m, "own_unit", False))
     return [module for module in marked if not isinstance(module, FSDPModule)]
-
-
-def _placement(parameter: nn.Parameter, ranks: int) -> Shard:
-    """The first axis, so that a rank holds whole experts and whole output rows; where a stack of experts is shorter
-    than the ranks, an axis that divides evenly instead of empty shards."""
-    if parameter.ndim == 3 and parameter.shape[0] < ranks:
-        even = [axis for axis in (1, 2) if parameter.shape[axis] % ranks == 0]
-        return Shard(even[0] if even else 0)
-    return Shard(0)

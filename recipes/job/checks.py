@@ -12,9 +12,10 @@ import torch
 
 from components.data.config import check_data
 from components.optimizers.roles import parameters_by_role
+from components.parallel.apply import MICRO_BATCH
 from components.parallel.compile import conflicts
 from components.parallel.cuda_graph import obstacles
-from registry import Problem, unknown
+from registry import Problem, lookup, names, unknown
 
 Check = Callable[..., Iterator[Problem]]
 
@@ -107,15 +108,35 @@ def _no_part(section: str, components: tuple[str, ...], known: set[str]) -> Iter
             yield Problem((section, "components", str(i)), unknown("part", label, known))
 
 
-def _recorded(cuda_graph: Any, model: Any, data: Any, compile: Any, activation_checkpoint: Any) -> Iterator[Problem]:
-    """What cannot be recorded as a CUDA graph."""
-    if not cuda_graph.enable:
+def _planned(parallelism: Any) -> Iterator[Problem]:
+    if parallelism.plan not in names("plan"):
+        yield Problem(("parallelism", "plan"), unknown("plan", parallelism.plan, names("plan"), "Registered"))
         return
+    for key, reason in lookup("plan", parallelism.plan).cls.obstacles(parallelism):
+        yield Problem(("parallelism", key), reason)
+
+
+def _recorded(
+    cuda_graph: Any, model: Any, data: Any, compile: Any, activation_checkpoint: Any, parallelism: Any
+) -> Iterator[Problem]:
+    """What cannot be recorded as CUDA graphs."""
+    if not cuda_graph.enable or parallelism.plan not in names("plan"):
+        return
+    path, whole = ("cuda_graph", "components"), lookup("plan", parallelism.plan).cls.whole
+    if (MICRO_BATCH in cuda_graph.components) != whole or (whole and len(cuda_graph.components) > 1):
+        record = f'"{MICRO_BATCH}" (the whole micro-batch) alone' if whole else "labels of mixers"
+        why = "keeps all weights in place" if whole else "moves weights within a micro-batch"
+        yield Problem(path, f'plan = "{parallelism.plan}" {why}: record {record}')
+    elif not whole:
+        yield from _recorded_mixers(cuda_graph, model, data, compile, activation_checkpoint)
+
+
+def _recorded_mixers(cuda_graph: Any, model: Any, data: Any, compile: Any, activation_checkpoint: Any):
     path = ("cuda_graph", "components")
     with torch.device("meta"):
         yield from (Problem(path, reason) for reason in obstacles(model.build(), cuda_graph.components))
     if data.packing == "document":
-        message = 'recordings have no mask of documents; set enable = false, or [data] packing to "window"'
+        message = 'recorded mixers have no mask of documents; set enable = false, or [data] packing to "window"'
         yield Problem(("cuda_graph", "enable"), message)
     for label in cuda_graph.components:
         if compile.enable and label in compile.components:
@@ -148,6 +169,7 @@ CHECKS: tuple[Check, ...] = (  # of the recipe alone
     _validation_sources,
     _compiled,
     _recomputed,
+    _planned,
     _recorded,
 )
 DATA_CHECKS: tuple[Check, ...] = (_text,)  # of the files that it names

@@ -61,12 +61,12 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSection:
-    plan: Literal["fsdp2"] = "fsdp2"  # fully_shard per block; embedding and head in the root unit
+    plan: str = "fsdp2"  # a registered plan: `python -m registry plan`
     expert_wrapping: Literal["folded", "per_expert"] = "folded"  # experts sharded whole, or each its own FSDP unit
     data_parallel_shard_degree: int = -1  # ranks that share one copy of the weights; -1: all that replication leaves
     data_parallel_replicate_degree: int = 1  # copies of the weights (HSDP above 1)
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"  # of the gradients between ranks
-    reshard_after_forward: bool = True  # free gathered weights after forward: less memory, one more gather
+    reshard_after_forward: bool = True  # fsdp2: free gathered weights after forward: less memory, one more gather
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "data_parallel_replicate_degree")
@@ -96,8 +96,8 @@ class CompileSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphSection:
-    enable: bool = False  # record forward and backward of mixers as CUDA graphs; their weights stay whole on each rank
-    components: tuple[str, ...] = ("mla",)  # labels of mixers
+    enable: bool = False  # record forward and backward as CUDA graphs
+    components: tuple[str, ...] = ("mla",)  # labels of mixers (plan fsdp2), or "model": the whole micro-batch (zero1)
     on_failure: Literal["error", "plain"] = "error"  # stop, or warn and run without recordings
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.models.families import FAMILIES, SWARM
+from tests.parallel.plans import WHOLE
 from tests.parallel.rank_cases import PER_EXPERT, compare
 from tests.parallel.training import trained
 
-WHOLE = {"activation_checkpoint": {"mode": "full"}}
+RECOMPUTED = {"activation_checkpoint": {"mode": "full"}}
 COMPILED = {"compile": {"enable": True}}
 # Errors are relative to the values, and these would start at 0.
 X0 = {"x0": {"name": "x0_injection", "initial": 0.1}}
@@ -23,15 +24,15 @@ def same(folder: Path, family: str, *plans: dict) -> None:
 
 
 def test_looped_blocks_with_wires(folder: Path):
-    same(folder, "chimera", {}, WHOLE)
+    same(folder, "chimera", {}, RECOMPUTED, WHOLE)
 
 
 def test_a_pool_that_layers_share(folder: Path):
-    same(folder, "swarm", {}, {**PER_EXPERT, **WHOLE})
+    same(folder, "swarm", {}, {**PER_EXPERT, **RECOMPUTED}, WHOLE)
 
 
 def test_borrowed_keys(folder: Path):
-    same(folder, "ghost", {}, WHOLE)
+    same(folder, "ghost", {}, RECOMPUTED, WHOLE)
 
 
 def test_compiled_loops(folder: Path):

@@ -11,10 +11,10 @@ from torch._dynamo.utils import counters
 
 from components.checkpoint.dcp import read, write
 from components.checkpoint.state import model_state, optimizer_state
-from components.parallel.fsdp2 import data_mesh
+from components.parallel.plan import data_mesh
 from tests.models.tiny import batch, tokens
 from tests.parallel import replay
-from tests.parallel.plans import SMALL, alone, merged, pairs
+from tests.parallel.plans import SMALL, WHOLE, ZERO1, alone, merged, pairs
 from tests.parallel.training import joint_optimizer, one_step, prepared, trained, weights
 
 EXPERTS = {"name": "deepseek_moe", "top_k": 2, "hidden": 16}
@@ -37,9 +37,9 @@ def compare(folder: Path, name: str, found: dict[str, torch.Tensor], rtol: float
         assert error <= (0 if key.endswith("counts") else rtol), f"{key}: relative error {error:.2e}"
 
 
-def test_initial_weights_are_bitwise_those_of_one_rank_in_both_wrappings(folder: Path):
-    for plan in ({}, PER_EXPERT):
-        compare(folder, "initial", weights(prepared(plan, **SMALL)), rtol=0)
+def test_initial_weights_are_bitwise_those_of_one_rank_however_they_are_stored(folder: Path):
+    for plan in ({}, PER_EXPERT, ZERO1):
+        compare(folder, "initial", weights(prepared(plan, **SMALL).model), rtol=0)
 
 
 def test_losses_counts_and_weights_are_those_of_one_rank(folder: Path):
@@ -66,28 +66,34 @@ def _same(folder: Path, name: str, plan: dict) -> None:
 def test_bf16_compute_and_reduction_stay_near_fp32(folder: Path):
     """Also where experts, mixers and gradients are handled in different dtypes."""
     mixed = {**PER_EXPERT, **RECORDED, "moe_mixed_precision": {"enable": False}}
-    for plan in ({}, mixed):
+    for plan in ({}, mixed, WHOLE):
         plan = merged([plan, {"parallelism": {"reduce_dtype": "bfloat16"}}])
         found, expected = trained(plan, dtype=torch.bfloat16, **SMALL), torch.load(folder / "small.pt")
         for key in (key for key in found if key.endswith("losses")):
             torch.testing.assert_close(found[key], expected[key], rtol=5e-3, atol=0)
 
 
-def test_a_checkpoint_of_one_wrapping_and_rank_count_loads_into_the_other(folder: Path):
-    """One rank saves experts one by one, two load them folded, save them so, and four load them one by one."""
-    ranks = dist.get_world_size()
-    model = prepared(PER_EXPERT if ranks != 2 else {}, **SMALL)
-    optimizer = joint_optimizer(model, {})
+def test_a_checkpoint_of_one_storage_and_rank_count_loads_into_the_other(folder: Path):
+    """One rank saves experts one by one (or weights kept whole), two load them folded and sharded, save them so, and
+    four load them as the one had them."""
+    for name, plan in (("experts one by one", PER_EXPERT), ("weights whole", ZERO1)):
+        _handed_on(folder, name, plan if dist.get_world_size() != 2 else {})
+
+
+def _handed_on(folder: Path, name: str, plan: dict) -> None:
+    ranks, parts = dist.get_world_size(), prepared(plan, **SMALL)
+    optimizer = joint_optimizer(parts.model, {})
     if ranks == 1:
-        one_step(model, optimizer, 0)
-    views = model_state(model) | optimizer_state(optimizer.state_views())
+        one_step(parts, optimizer, 0)
+    views = model_state(parts.model) | optimizer_state(optimizer.state_views())
     if ranks > 1:
-        read(folder / f"saved by {ranks // 2}", views, dist.group.WORLD)
-    compare(folder, "saved", weights(model), rtol=0)
+        read(folder / f"{name} saved by {ranks // 2}", views, dist.group.WORLD)
+        parts.plan.refresh_weights()
+    compare(folder, f"{name} saved", weights(parts.model), rtol=0)
     if ranks < 4:
-        write(folder / f"saved by {ranks}", views, dist.group.WORLD)
+        write(folder / f"{name} saved by {ranks}", views, dist.group.WORLD)
     optimizer.steps = 1
-    compare(folder, "step after loading", one_step(model, optimizer, 1))
+    compare(folder, f"{name} step after loading", one_step(parts, optimizer, 1))
 
 
 def test_compiled_mixers_and_loss_change_nothing(folder: Path):
@@ -108,6 +114,9 @@ def test_what_cannot_be_recorded_stops_the_run_or_runs_plain(folder: Path):
         with pytest.warns(UserWarning, match="running without"):
             found = trained({"cuda_graph": {"enable": True, "on_failure": "plain"}}, **SMALL)
     compare(folder, "small", found)
+    refuse = patch.object(replay, "capture_micro_batch", side_effect=RuntimeError("there is no CUDA device"))
+    with refuse, pytest.raises(ValueError, match=r"\[cuda_graph\] cannot be switched on: there is no CUDA device"):
+        prepared(WHOLE, **SMALL)
 
 
 def test_a_vocabulary_that_does_not_divide_by_the_ranks(folder: Path):
@@ -137,6 +146,8 @@ def test_looped_zones_and_shared_experts(folder: Path):
 def test_every_rank_sees_the_same_bits_and_the_tied_embedding_is_one_parameter():
     """Of mixers that stay whole, and of the router and the norms, which are sharded with their block: no rank may hold
     other values."""
+    for weight in prepared(ZERO1, **SMALL).model.parameters():
+        _same_bits_everywhere(weight.detach(), "whole weight")
     found = trained(RECORDED, **SMALL)
     assert not [name for name in found if name.startswith("head")]
     whole_mixer = [name for name in found if name.startswith("layers.0.mixer.")]
@@ -152,8 +163,8 @@ def _same_bits_everywhere(tensor: torch.Tensor, name: str) -> None:
 
 
 def test_decoding_through_sharded_weights_gives_the_full_forwards_logits():
-    for plan in ({}, {**PER_EXPERT, **RECORDED}):
-        model = prepared(plan, **SMALL).eval()
+    for plan in ({}, {**PER_EXPERT, **RECORDED}, WHOLE):
+        model = prepared(plan, **SMALL).model.eval()
         rows = tokens(rows=1, length=8)
         with torch.no_grad():
             full = model.logits(batch(rows))[0]

@@ -6,15 +6,21 @@ python -m tests.parallel.recorded    every `test_*`; the last line is their verd
 import json
 import traceback
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from components.data.batch import Batch
+from components.data.packing import pack
 from components.interfaces import Context
 from components.mixers.mla import MLA
 from components.parallel import process_group
+from components.parallel.apply import Prepared
 from components.parallel.cuda_graph import WholeMixer, whole_mixers
-from components.parameters import initialise
+from components.parameters import initialise, owned_parameters
+from tests.models.families import FAMILIES
 from tests.models.tiny import batch, tokens
+from tests.parallel.plans import WHOLE, ZERO1
 from tests.parallel.training import accumulate, joint_optimizer, one_step, prepared, whole
 from tests.ranks import sentences
 
@@ -22,15 +28,17 @@ RECORDED = {"cuda_graph": {"enable": True}}
 PRIMARY = MLA.Config(heads=16, kv_heads=4, q_rank=224, kv_rank=128, head_dim=128, value_dim=128, rotary_dim=32)
 
 
-def gradients(plan: dict, steps: int = 0) -> dict[str, torch.Tensor]:
+def gradients(plan: dict, steps: int = 0, **changes) -> dict[str, torch.Tensor]:
     """The losses and all gradients of a global batch of four micro-batches, after `steps` optimizer steps."""
-    model = prepared(plan, dtype=torch.bfloat16)
-    assert all(mixer.recording for mixer in whole_mixers(model)) and len(whole_mixers(model)) in (0, 2)
+    parts = prepared(plan, dtype=torch.bfloat16, **changes)
+    model = parts.model
+    recorded = [mixer.recording for mixer in whole_mixers(model)]
+    assert all(recorded) and len(recorded) == (2 if plan.get("cuda_graph") == RECORDED["cuda_graph"] else 0)
     optimizer = joint_optimizer(model, {})
     for step in range(steps):
-        one_step(model, optimizer, step)
-    losses, counts = accumulate(model, steps)
-    found = {name.replace("._whole", ""): whole(p.grad) for name, p in model.named_parameters()}
+        one_step(parts, optimizer, step)
+    losses, counts = accumulate(parts, steps)
+    found = {owned.name: whole(owned.parameter.grad) for owned in owned_parameters(model)}
     return found | {"losses": losses} | counts
 
 
@@ -43,12 +51,52 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol
 
 def test_losses_and_every_gradient_are_those_of_the_plain_path():
     """Four micro-batches accumulate, so a gradient that lay where the next replay writes would show."""
-    same(gradients(RECORDED), gradients({}), rtol=2e-2)
+    expected = gradients({})
+    same(gradients(RECORDED), expected, rtol=2e-2)
+    same(gradients(WHOLE), expected, rtol=2e-2)
 
 
-def test_recordings_see_the_weights_that_the_optimizer_left():
+def test_a_recorded_micro_batch_gives_bitwise_what_its_launches_give():
+    same(gradients(WHOLE, steps=2), gradients(ZERO1, steps=2), rtol=0)
+
+
+def test_recordings_see_the_weights_and_routing_biases_that_the_optimizer_left():
     expected = gradients({}, steps=2)
-    same({"losses": gradients(RECORDED, steps=2)["losses"]}, {"losses": expected["losses"]}, rtol=2e-3)
+    for plan in (RECORDED, WHOLE):
+        same({"losses": gradients(plan, steps=2)["losses"]}, {"losses": expected["losses"]}, rtol=2e-3)
+
+
+def test_a_micro_batch_with_loops_and_a_shared_pool_records():
+    for family in ("chimera", "swarm", "ghost"):
+        same(gradients(WHOLE, steps=1, **FAMILIES[family]), gradients(ZERO1, steps=1, **FAMILIES[family]), rtol=0)
+
+
+def test_a_recorded_micro_batch_of_packed_documents_sees_each_batchs_own_documents():
+    plain, recorded = (prepared(plan, dtype=torch.bfloat16, packing="document") for plan in (ZERO1, WHOLE))
+    for seed in range(3):
+        rows, scale_H = documents(seed), torch.ones(3, device="cuda")
+        same(_output(recorded, rows, scale_H), _output(plain, rows, scale_H), rtol=0)
+
+
+def documents(seed: int) -> Batch:
+    """One row of 16 positions with a boundary that moves with the seed."""
+    row = tokens(rows=1, length=16, seed=seed)[0].numpy()
+    return pack([(row, np.array([5 + 3 * seed]))], np.array([seed]), "document").to(torch.device("cuda", 0))
+
+
+def _output(parts: Prepared, batch: Batch, scale_H: torch.Tensor) -> dict[str, torch.Tensor]:
+    parts.plan.clear_gradients()
+    output = parts.micro_batch(batch, scale_H)
+    parts.plan.reduce_gradients()
+    gradients = {owned.name: whole(owned.parameter.grad) for owned in owned_parameters(parts.model)}
+    return {"losses": output.loss_sums, **gradients, **output.aux}
+
+
+def test_a_recorded_micro_batch_recomputes_and_compiles():
+    expected = gradients({})
+    for more in ({"activation_checkpoint": {"mode": "full"}}, {"compile": {"enable": True, "backend": "inductor"}}):
+        found = gradients({**WHOLE, **more})
+        same({"losses": found["losses"]}, {"losses": expected["losses"]}, rtol=2e-3)
 
 
 def test_recomputed_blocks_replay_the_same():
@@ -63,14 +111,14 @@ def test_compiled_blocks_run_around_recordings():
 
 
 def test_validation_of_another_shape_runs_plain():
-    model, plain = (prepared(plan, dtype=torch.bfloat16).eval() for plan in (RECORDED, {}))
+    model, plain = (prepared(plan, dtype=torch.bfloat16).model.eval() for plan in (RECORDED, {}))
     rows = batch(tokens(rows=3, length=24)).to(torch.device("cuda", 0))
     with torch.no_grad():
         same({"losses": model(rows).loss_sums}, {"losses": plain(rows).loss_sums}, rtol=2e-3)
 
 
 def test_training_on_another_shape_is_refused():
-    model = prepared(RECORDED, dtype=torch.bfloat16)
+    model = prepared(RECORDED, dtype=torch.bfloat16).model
     try:
         model(batch(tokens(rows=3, length=24)).to(torch.device("cuda", 0)))
     except ValueError as error:

@@ -1,13 +1,16 @@
 """What a CUDA graph does to tensors, on the CPU: fixed inputs, outputs and gradients, written over by each replay.
 
-Stands in for `torch.cuda.make_graphed_callables`, so that mistakes with such memory show without a GPU: a gradient kept
-where the next replay writes, weights that were copied instead of read in place, two calls before one backward.
+Stands in for `torch.cuda.make_graphed_callables` and for the recording of a micro-batch, so that mistakes with such
+memory show without a GPU: a gradient kept where the next replay writes, weights that were copied instead of read in
+place, two calls before one backward.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from components.models.stacked_lm import Output
 
 
 def capture(functions: tuple[Callable, ...], samples: tuple[tuple[Tensor, ...], ...]) -> tuple[Callable, ...]:
@@ -38,3 +41,20 @@ def _capture(function: Callable, sample: tuple[Tensor, ...]) -> Callable:
             return tuple(gradients[i].detach() if i in gradients else None for i in range(len(inputs)))
 
     return Replay.apply
+
+
+def capture_micro_batch(function: Callable[[], Output]) -> Callable[[], Output]:
+    """Runs it to warm up, as a recording does, and from then on always into the same outputs."""
+    held = function()
+
+    def replay() -> Output:
+        new = function()
+        for old, value in zip(_tensors(held), _tensors(new), strict=True):
+            old.copy_(value)
+        return held
+
+    return replay
+
+
+def _tensors(output: Output) -> list[Tensor]:
+    return [output.loss_sums, output.target_counts, *output.aux.values()]

@@ -1,6 +1,6 @@
 """A few optimizer steps of the tiny language model on however many ranks there are, and what came of them."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 import registry
 from components.losses.targets import target_counts
 from components.optimizers.roles import JointOptimizer, build_optimizers
-from components.parallel import cuda_graph
-from components.parallel.apply import prepare_model
+from components.parallel import cuda_graph, micro_batch
+from components.parallel.apply import Prepared, prepare_model
 from components.parameters import logical_path, owned_parameters
 from tests.models.tiny import batch, config
 from tests.parallel import replay
@@ -29,6 +29,7 @@ OPTIMIZERS = {
 }
 PLAN = {
     "parallelism": {
+        "plan": "fsdp2",
         "expert_wrapping": "folded",
         "data_parallel_shard_degree": -1,
         "data_parallel_replicate_degree": 1,
@@ -43,14 +44,17 @@ PLAN = {
 }
 
 
-def prepared(plan: dict | None = None, dtype: torch.dtype = torch.float32, **changes):
+def prepared(
+    plan: dict | None = None, dtype: torch.dtype = torch.float32, packing: str = "window", **changes
+) -> Prepared:
     """The tiny model (top-level keys of its table replaced), sharded under `plan`'s changes to PLAN. Without a GPU,
     recordings are imitated."""
     sections = {name: {**values, **(plan or {}).get(name, {})} for name, values in PLAN.items()}
-    with nullcontext() if torch.cuda.is_available() else patch.object(cuda_graph, "capture", replay.capture):
+    with nullcontext() if torch.cuda.is_available() else imitated_recordings():
         return prepare_model(
             config(**changes),
             micro_batch=(1, LENGTH),
+            packing=packing,
             dtype=dtype,
             seed=0,
             device=_device(),
@@ -59,14 +63,21 @@ def prepared(plan: dict | None = None, dtype: torch.dtype = torch.float32, **cha
         )
 
 
+@contextmanager
+def imitated_recordings():
+    whole = patch.object(micro_batch, "capture", replay.capture_micro_batch)
+    with patch.object(cuda_graph, "capture", replay.capture), whole:
+        yield
+
+
 def trained(plan: dict | None = None, dtype: torch.dtype = torch.float32, **changes) -> dict[str, torch.Tensor]:
     """Losses, gradient norms and expert counts of every step, then all weights by logical name and the buffers; on
     every rank. `plan` may change the matrix optimizer too."""
-    model = prepared(plan, dtype, **changes)
-    optimizer = joint_optimizer(model, (plan or {}).get("matrix", {}))
+    parts = prepared(plan, dtype, **changes)
+    model, optimizer = parts.model, joint_optimizer(parts.model, (plan or {}).get("matrix", {}))
     found = {}
     for step in range(STEPS):
-        for name, value in one_step(model, optimizer, step).items():
+        for name, value in one_step(parts, optimizer, step).items():
             found[f"step {step}: {name}"] = value
     return found | weights(model) | {logical_path(name): buffer for name, buffer in model.named_buffers()}
 
@@ -76,20 +87,21 @@ def joint_optimizer(model, matrix: dict) -> JointOptimizer:
     return build_optimizers(model, {role: registry.parse_component("optimizer", t) for role, t in tables.items()})
 
 
-def one_step(model, optimizer, step: int) -> dict[str, torch.Tensor]:
+def one_step(parts: Prepared, optimizer, step: int) -> dict[str, torch.Tensor]:
     """What `recipes.pretrain.train_step` does, on made tokens."""
-    losses, aux = accumulate(model, step)
+    losses, aux = accumulate(parts, step)
     norm = optimizer.clip(1.0)
     optimizer.step(1.0)
+    parts.plan.refresh_weights()
     optimizer.zero_grad()
-    model.update_balance(aux)
+    parts.model.update_balance(aux)
     return {"losses": losses, "norm": norm, **aux}
 
 
-def accumulate(model, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def accumulate(parts: Prepared, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Gradients of a global batch into `.grad`; losses and counts over all ranks. Micro-batch j belongs to rank j mod
     ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks, model = dist.get_rank(), dist.get_world_size(), parts.model
     rows = torch.randint(
         0, model.config.vocab_size, (GLOBAL_BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step)
     )
@@ -97,11 +109,12 @@ def accumulate(model, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     counts = sum(target_counts(b, model.config.heads()) for b in batches).float()
     dist.all_reduce(counts)
     sums, aux = torch.zeros_like(counts), {}
+    parts.plan.clear_gradients()
     for b in batches:
-        output = model(b)
-        (output.loss_sums * (ranks / counts)).sum().backward()
-        sums += output.loss_sums.detach()
+        output = parts.micro_batch(b, ranks / counts)
+        sums += output.loss_sums
         aux = {name: aux.get(name, 0) + value for name, value in output.aux.items()}
+    parts.plan.reduce_gradients()
     for value in (sums, *aux.values()):
         dist.all_reduce(value)
     return sums / counts, aux
