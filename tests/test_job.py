@@ -278,10 +278,6 @@ MISTAKES = {
         '[parallelism]\nplan = "zero1"\nexpert_wrapping = "per_expert"\n',
         'x.toml [parallelism.expert_wrapping]: plan "zero1" has no units to wrap',
     ),
-    "copies of what is whole": (
-        '[parallelism]\nplan = "zero1"\ndata_parallel_replicate_degree = 2\n',
-        'x.toml [parallelism.data_parallel_replicate_degree]: plan "zero1" shards over all ranks',
-    ),
     "recording what is compiled": (
         '[cuda_graph]\nenable = true\n[compile]\nenable = true\ncomponents = ["mla"]\n',
         'x.toml [cuda_graph.components]: mixer "mla" is recorded whole and cannot be compiled too',
