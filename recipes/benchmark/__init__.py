@@ -1,1 +1,1 @@
-"""Measure, but only what has been found right: `python -m recipes.benchmark kernels`."""
+"""Measure, but only what has been found right: `python -m recipes.benchmark kernels`, `… step`."""

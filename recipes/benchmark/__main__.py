@@ -1,18 +1,26 @@
 """Measure, but only what has been found right.
 
 python -m recipes.benchmark kernels --json-file kernels.json
+python -m recipes.benchmark step --job.config_file train_configs/hymo_primary.toml --json-file step.json
 """
+
+import sys
 
 import tyro
 
 from recipes.benchmark.kernels import kernels
+from recipes.benchmark.step import step
 
 
-def main() -> None:
-    app = tyro.extras.SubcommandApp()
-    app.command(name="kernels")(kernels)
-    app.cli(prog="recipes.benchmark")
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["kernels", *rest]:
+            tyro.cli(kernels, prog="recipes.benchmark kernels", args=rest)
+        case ["step", *rest]:
+            step(rest)
+        case _:
+            sys.exit(__doc__.strip())
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,6 +1,7 @@
-"""Clocks for a CUDA device, and its two ceilings."""
+"""Clocks and counters for a device, and its two ceilings. Times are ms unless they say otherwise."""
 
 import importlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -8,6 +9,30 @@ from collections.abc import Callable
 import torch
 
 SPIN = 4_000_000  # GPU cycles of waiting before each timed call, so that its launches are queued when it starts
+LAUNCHES = ("Launch", "Memcpy", "Memset")  # in the names of the driver's and the runtime's calls that start work
+
+
+class Stopwatch:
+    """Moments in the order of the device's work; the host does not wait at any."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._moments: list = []
+
+    def mark(self) -> None:
+        if self.device.type == "cuda":
+            self._moments.append(torch.cuda.Event(enable_timing=True))
+            self._moments[-1].record()
+        else:
+            self._moments.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """From each moment to the next; waits for the device."""
+        pairs = list(itertools.pairwise(self._moments))
+        if self.device.type != "cuda":
+            return [1e3 * (after - before) for before, after in pairs]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in pairs]
 
 
 def gpu_time(calls: list[Callable], seconds: float) -> float:
@@ -60,15 +85,51 @@ def count_launches(call: Callable) -> int:
     return sum(e.count for e in recorded.key_averages() if e.self_device_time_total > 0)
 
 
-def measure_ceilings() -> dict[str, float]:
-    """Bytes a second of a large copy, read and written; operations a second of a bfloat16 product of 8192 cubed."""
-    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
+def host_time(calls: list[Callable], seconds: float) -> float:
+    """Median ms of a call that runs on the host."""
+    started, times = time.perf_counter(), []
+    while len(times) < 3 or time.perf_counter() - started < seconds:
+        begin = time.perf_counter()
+        calls[len(times) % len(calls)]()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def busy(call: Callable) -> dict[str, float]:
+    """Of one call on a CUDA device: ms in which some kernel ran, kernels, and calls of the host that started work."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    events, on_device = recorded.events(), torch.autograd.DeviceType.CUDA
+    kernels = [e for e in events if e.device_type == on_device and not e.is_user_annotation]
+    launches = sum(e.device_type != on_device and any(word in e.name for word in LAUNCHES) for e in events)
+    spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
+    return {"busy_ms": covered(spans) / 1e3, "kernels": len(kernels), "launches": launches}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals that are sorted by their start."""
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def measure_ceilings(device: torch.device | None = None) -> dict[str, float]:
+    """Bytes a second of a large copy, read and written; operations a second of a bfloat16 product of 8192 cubed. Of
+    the host, should that be `device`, in fp32 and small."""
+    device = torch.device("cuda") if device is None else device
+    on_cuda = device.type == "cuda"
+    side, dtype, clock = (8192, torch.bfloat16, gpu_time) if on_cuda else (512, torch.float32, host_time)
+    source = torch.empty(16 * side * side, dtype=dtype, device=device).normal_()
     target = torch.empty_like(source)
-    copy = 4 * source.numel() / gpu_time([lambda: target.copy_(source)], 0.1) * 1e3
-    a, b = source[: 2**26].view(8192, 8192), target[: 2**26].view(8192, 8192)
-    return {"copy_bytes": copy, "matmul_flops": 2 * 8192**3 / gpu_time([lambda: a @ b], 0.1) * 1e3}
+    copy = 2 * source.nbytes / clock([lambda: target.copy_(source)], 0.1) * 1e3
+    a, b = (x[: side * side].view(side, side) for x in (source, target))
+    return {"copy_bytes": copy, "matmul_flops": 2 * side**3 / clock([lambda: a @ b], 0.1) * 1e3}
 
 
-def device() -> dict[str, str]:
-    triton = importlib.import_module("triton")
-    return {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+def device(place: torch.device | None = None) -> dict[str, str]:
+    on_cuda = place is None or place.type == "cuda"
+    name = torch.cuda.get_device_name(place) if on_cuda else "CPU"
+    return {"name": name, "torch": torch.__version__, "triton": importlib.import_module("triton").__version__}

@@ -1,0 +1,105 @@
+"""A step's figures as tables for a person."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Figures = dict[str, Any]
+
+DATA = {"synthetic": "random tokens", "recipe": "the recipe's text"}
+DAY = 86400
+
+
+def show(figures: Figures, console: Console) -> None:
+    console.print(" + ".join(figures["recipe"]), style="bold")
+    console.print(_where(figures))
+    if "error" in figures:
+        console.print(f"could not be measured: {figures['error']}", style="bold", markup=False)
+    else:
+        for heading, table in _whole(figures).items():
+            _section(console, heading, table)
+    if "parts_ms" in figures:
+        heading = "device time by part: kernels of one micro-batch and one update in an eager run, forward and backward"
+        _section(console, heading, _times(figures["parts_ms"]))
+    if "optimisations" in figures:
+        _section(console, "the optimisations: forward and backward, each alone and all", _optimisations(figures))
+        for row in figures["optimisations"]:
+            if "error" in row:
+                console.print(f"{row['on']} failed: {row['error']}", markup=False)
+
+
+def _section(console: Console, heading: str, content: Table | str) -> None:
+    console.print(f"\n{heading}", style="bold")
+    console.print(content, markup=False) if isinstance(content, str) else console.print(content)
+
+
+def _where(figures: Figures) -> str:
+    device, ceilings, tokens = figures["device"], figures["ceilings"], figures["tokens"]
+    stated = ceilings["stated_tflops"]
+    return (
+        f"{device['name']}, torch {device['torch']}, Triton {device['triton']}; rank 0 of {figures['ranks']}\n"
+        f"measured here: matrix product {ceilings['matmul_flops'] / 1e12:.3g} TFLOP/s "
+        f"(stated {'N/A' if stated is None else f'{stated:g}'}), copy {ceilings['copy_bytes'] / 1e9:,.0f} GB/s\n"
+        f"data: {DATA[figures['data']]}; {tokens['micro_batch']:,} tokens a micro-batch, {tokens['step']:,} a step; "
+        f"{figures['flops_per_token'] / 1e9:.3g} GFLOP a token"
+    )
+
+
+def _whole(figures: Figures) -> dict[str, Table | str]:
+    step = figures["step"]
+    speeds = _table("", "ms", "tok/s", "TFLOP/s", "of ceiling", "MFU", "GiB allocated", "GiB reserved")
+    speeds.add_row("forward + backward", *_speed(figures["forward_backward"]))
+    speeds.add_row(f"step of {step['micro_batches']}", *_speed(step))
+    found: dict[str, Table | str] = {"speed of one rank": speeds}
+    update = {**figures["update_ms"], "waiting for data": step["data_wait_ms"]}
+    found["within a step, once"] = _times(update, total=step["ms"])
+    if "gpu" in figures:
+        gpu = figures["gpu"]
+        found[f"the GPU during {gpu['micro_batches']} micro-batches and the reduction of their gradients"] = (
+            f"busy {gpu['busy_ms']:.1f} of {gpu['wall_ms']:.1f} ms ({gpu['busy_ms'] / gpu['wall_ms']:.0%}): "
+            f"{gpu['kernels']:,} kernels and copies, started by {gpu['launches']:,} calls"
+        )
+    return found
+
+
+def _speed(row: Figures) -> list[str]:
+    mfu = "N/A" if row["mfu"] is None else f"{row['mfu']:.1f}%"
+    memory = [f"{row[key]:.1f}" if key in row else "" for key in ("allocated_gib", "reserved_gib")]
+    return [
+        f"{row['ms']:,.1f}", f"{row['tps']:,.0f}", f"{row['tflops']:.3g}", f"{row['ceiling_share']:.1f}%", mfu, *memory
+    ]  # fmt: skip
+
+
+def _times(times: Figures, total: float | None = None) -> Table | str:
+    """ms by label, and the share of `total` (of their sum without one)."""
+    if "error" in times:
+        return f"could not be measured: {times['error']}"
+    total = sum(times.values()) if total is None else total
+    table = _table("", "ms", "share")
+    for label, ms in times.items():
+        table.add_row(label, f"{ms:,.2f}", f"{ms / total:.1%}")
+    return table
+
+
+def _optimisations(figures: Figures) -> Table:
+    tokens, ranks = figures["tokens"]["recipe"], figures["ranks"]
+    days = f"days for {tokens / 1e9:.3g} B tokens"
+    table = _table("on", "tok/s", "speedup", "GiB allocated", "first loss", days)
+    slowest = figures["optimisations"][0].get("tps")
+    for row in figures["optimisations"]:
+        if "error" in row:
+            table.add_row(row["on"], "failed")
+            continue
+        speedup = f"{row['tps'] / slowest:.2f}" if slowest else ""
+        memory = f"{row['allocated_gib']:.1f}" if "allocated_gib" in row else ""
+        span = f"{tokens / (row['tps'] * ranks) / DAY:,.1f}"
+        table.add_row(row["on"], f"{row['tps']:,.0f}", speedup, memory, f"{row['loss']:.4f}", span)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table

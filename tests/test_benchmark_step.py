@@ -1,0 +1,90 @@
+"""The benchmark of a whole step: its figures of a tiny recipe on the CPU, and how it counts."""
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes.benchmark import parts
+from recipes.benchmark.timing import covered
+from tests.models import tiny
+from tests.ranks import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory):
+    """What the command prints and writes, for the tiny recipe with its text taken away."""
+    file = tmp_path_factory.mktemp("benchmark") / "step.json"
+    command = [sys.executable, "-m", "recipes.benchmark", "step", "--job.config_file", "tests/recipes/tiny.toml"]
+    command += ["--data.sources.sotu.path", "nowhere", "--compile.backend", "aot_eager", "--json-file", str(file)]
+    command += ["--micro_batches", "2", "--steps", "1", "--accumulation", "3"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(file.read_text())
+
+
+def test_speeds_follow_from_the_times_and_the_tokens(benchmark):
+    _, figures = benchmark
+    assert figures["tokens"] == {"micro_batch": 32, "step": 96, "recipe": 20 * 128}
+    assert figures["step"]["micro_batches"] == 3
+    for row, tokens in ((figures["forward_backward"], 32), (figures["step"], 96)):
+        assert row["tps"] == pytest.approx(1e3 * tokens / row["ms"])
+        assert row["tflops"] == pytest.approx(row["tps"] * figures["flops_per_token"] / 1e12)
+        assert row["ceiling_share"] == pytest.approx(1e14 * row["tflops"] / figures["ceilings"]["matmul_flops"])
+        assert row["mfu"] is None  # a CPU has no stated peak
+
+
+def test_each_optimisation_has_its_row_and_one_that_fails_says_why_and_stops_no_other(benchmark):
+    printed, figures = benchmark
+    rows = {row["on"]: row for row in figures["optimisations"]}
+    assert list(rows) == ["none", "fused_gdn", "moe_mixed_precision", "compile", "cuda_graph", "all"]
+    for name in ("none", "fused_gdn", "moe_mixed_precision", "compile"):
+        assert rows[name]["loss"] == pytest.approx(figures["forward_backward"]["loss"], rel=1e-5)
+        assert rows[name]["tps"] > 0
+    for name in ("cuda_graph", "all"):
+        assert "no CUDA device" in rows[name]["error"]
+        assert f"{name} failed: [cuda_graph]" in printed
+
+
+def test_random_tokens_cost_what_a_uniform_guess_costs(benchmark):
+    printed, figures = benchmark
+    assert "random tokens" in printed
+    assert figures["forward_backward"]["loss"] == pytest.approx(math.log(4096), rel=0.02)
+
+
+def test_every_optimizer_and_every_part_of_the_model_is_timed(benchmark):
+    _, figures = benchmark
+    assert {"clip", "normuon of matrix", "adamw of expert", "balance"} <= set(figures["update_ms"])
+    assert sum(figures["update_ms"].values()) < figures["step"]["ms"]
+    assert set(figures["parts_ms"]) == {
+        "mixer gdn", "mixer mla", "ffn experts", "heads and loss", "optimizer", "rest"
+    }  # fmt: skip
+
+
+def test_backward_work_belongs_to_the_part_whose_forward_made_it(monkeypatch):
+    model, batch = tiny.model(dtype=torch.float32), tiny.batch(tiny.tokens())
+    optimizer = SimpleNamespace(clip=None, step=None)
+    found = []
+
+    def noted(event, nodes, original=parts._part):
+        part = original(event, nodes)
+        found.append((event.name, part))
+        return part
+
+    monkeypatch.setattr(parts, "_part", noted)
+    parts.time_by_part(model, optimizer, lambda: model(batch).loss_sums.sum().backward(), torch.device("cpu"))
+    owner = dict(found)
+    assert owner["hymo::gated_delta_rule"] == owner["hymo::gated_delta_rule_backward"] == "mixer gdn"
+    assert owner["hymo::linear_cross_entropy"] == parts.HEADS
+    assert {part for name, part in found if "SiluBackward" in name} == {"mixer gdn", "ffn experts", parts.HEADS}
+    assert {part for name, part in found if name == "aten::embedding_dense_backward"} == {parts.REST}
+    assert optimizer.clip is None and "loss" in vars(model)
+
+
+def test_time_in_which_kernels_overlap_counts_once():
+    assert covered([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
+    assert covered([]) == 0.0
