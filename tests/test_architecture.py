@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "schedules": set(),
     "checkpoint": set(),
     "metrics": set(),
-    "parallel": {"models", "kernels", "ffns"},
+    "parallel": {"models", "kernels", "ffns", "data"},
 }
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.interfaces import Aux, Context
+from components.kernels.swiglu.op import swiglu
 from components.layers.initial import LINEAR_STD, residual_std
 from components.parameters import Role, RoleName, normal, rows, whole
 from registry import register
@@ -50,8 +51,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor, ctx: Context) -> tuple[Tensor, Aux]:
         gate_up, down = self._aligned()
-        gate, up = F.linear(x_BTD, gate_up).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, down), {}
+        return F.linear(swiglu(F.linear(x_BTD, gate_up)), down), {}
 
     def _aligned(self) -> tuple[Tensor, Tensor]:
         """The weights with zeros up to an aligned width, which add nothing: a width such as int(2.67 D) = 4101 would

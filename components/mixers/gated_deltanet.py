@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.interfaces import Aux, Context
+from components.layers.folded import split_last
 from components.layers.initial import LINEAR_STD, residual_std
 from components.layers.norm import RMSNorm
 from components.mixers.cache import RecurrentCache
@@ -99,7 +100,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x_BTD: Tensor, ctx: Context, cache: RecurrentCache | None = None) -> tuple[Tensor, Aux]:
         c = self.config
         u_BTC, conv_BWC = convolve(F.linear(x_BTD, self.qkv), self.conv, ctx, cache)
-        q, k, v = (x.unflatten(-1, (c.heads, -1)) for x in u_BTC.split(list(c.widths.values()), -1))
+        q, k, v = (x.unflatten(-1, (c.heads, -1)) for x in split_last(u_BTC, tuple(c.widths.values())))
         a_BTH, b_BTH = F.linear(x_BTD, self.a_b).chunk(2, -1)
         o_BTHV, state = self.recurrence(q, k, v, a_BTH, b_BTH, ctx, cache)
         if cache is not None:

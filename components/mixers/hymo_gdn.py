@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from components.interfaces import Aux, Context
+from components.layers.folded import split_last
 from components.layers.initial import LINEAR_STD, residual_std
 from components.layers.norm import RMSNorm
 from components.layers.rotary import angles_in, rotate
@@ -123,7 +124,7 @@ class HymoGDN(nn.Module):
         into = F.linear(x_BTD, self.in_skip)
         u_BTI, conv_BWI = convolve(into[..., : c.inner], self.conv, ctx, cache)
         width = c.heads * c.state_dim
-        k, q, gate_BTI = F.linear(u_BTI, self.k_q_gate).split([width, width, c.inner], -1)
+        k, q, gate_BTI = split_last(F.linear(u_BTI, self.k_q_gate), (width, width, c.inner))
         q, k, v = self._rotate(q, k, u_BTI, ctx)
         a_BTH, b_BTH = F.linear(u_BTI, self.dt_beta).chunk(2, -1)
         o_BTHV, state = self.recurrence(q, k, v, a_BTH, b_BTH, ctx, cache)

@@ -1,5 +1,5 @@
-"""torch.compile by part: whole blocks, the loss, or the mixers and FFNs of given labels, in place, so that parameter
-names stay.
+"""torch.compile by part: whole blocks and MTP depths, the loss, or the mixers and FFNs of given labels, in place, so
+that parameter names stay.
 
 What is compiled lies inside the block's sharding hooks and inside its activation checkpoint, neither of which the
 compiler can trace. Sharded units within a part (its fp32 units, separate experts) and recorded mixers end a trace: the
@@ -17,8 +17,9 @@ CODES = 64  # compiled forms of one function before dynamo gives up: blocks shar
 
 
 def apply_compile(model: StackedLM, components: tuple[str, ...], backend: str, on_failure: str) -> None:
-    """`components`: "model" (every block), "loss", labels of mixers or ffns. Compilation happens at the first call:
-    `on_failure` "plain" then runs uncompiled, with a warning, what the compiler cannot take; "error" stops."""
+    """`components`: "model" (every block and MTP depth), "loss", labels of mixers or ffns. Compilation happens at the
+    first call: `on_failure` "plain" then runs uncompiled, with a warning, what the compiler cannot take; "error"
+    stops."""
     torch._dynamo.config.suppress_errors = on_failure == "plain"
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, CODES)
     if "loss" in components:
@@ -26,6 +27,8 @@ def apply_compile(model: StackedLM, components: tuple[str, ...], backend: str, o
     if "model" in components:
         for layer in model.layers:
             layer.run = torch.compile(layer.run, backend=backend)
+        for depth in model.mtp.depths if model.mtp is not None else ():
+            depth.forward = torch.compile(depth.forward, backend=backend)
     for part in dict.fromkeys(_labelled(model, components)):  # looped and shared parts once
         part.compile(backend=backend)
 

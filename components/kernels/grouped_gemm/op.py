@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from components.kernels.swiglu.op import swiglu
+
 
 def mixture_of_swiglu(
     x_ND: Tensor, w13_EDF: Tensor, w2_EFD: Tensor, expert_NK: Tensor, weight_NK: Tensor, counts_E: Tensor
@@ -25,8 +27,7 @@ def mixture_of_swiglu(
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     rows = _Permute.apply(x_ND.repeat_interleave(choices, 0), order, back)
-    gate, up = grouped_mm(rows, w13_EDF, ends_E).chunk(2, -1)
-    rows = grouped_mm(F.silu(gate) * up, w2_EFD, ends_E)
+    rows = grouped_mm(swiglu(grouped_mm(rows, w13_EDF, ends_E)), w2_EFD, ends_E)
     y_NKD = _Permute.apply(rows, back, order).unflatten(0, expert_NK.shape)
     return (y_NKD.to(weight_NK.dtype) * weight_NK[..., None]).sum(1).to(x_ND.dtype)
 
