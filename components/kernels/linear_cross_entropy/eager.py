@@ -1,4 +1,4 @@
-"""What a chunk's logits become, in PyTorch: the losses of its positions and the gradient before the softcap.
+"""The PyTorch form: the losses of a chunk's positions and the gradient before the softcap; a scaled gradient.
 
 A chunk's logits are the largest tensor of a step, so everything is done to them in place. Shapes: C positions of the
 chunk, V vocabulary.
@@ -18,6 +18,11 @@ def loss_and_gradient_(z_CV: Tensor, target_C: Tensor, softcap: float, train: bo
     chosen_C1 = y_CV.gather(1, target_C.clamp(min=0)[:, None])
     losses_C = (lse_C1 - chosen_C1)[:, 0] * (target_C != IGNORE)
     return losses_C, _gradient_(y_CV, lse_C1, target_C, softcap).to(z_CV.dtype) if train else z_CV
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x · factor in `dtype`; `factor` is 0-d."""
+    return (x * factor).to(dtype)
 
 
 def _softcap_(z_CV: Tensor, softcap: float) -> Tensor:

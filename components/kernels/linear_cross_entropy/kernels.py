@@ -84,3 +84,11 @@ def loss_and_gradient(
             )
             dz = (tl.exp2(y - lse) - tl.where(column == target, 1.0, 0.0)) * slope
             tl.store(z + column, dz.to(z.dtype.element_ty), mask=column < V)
+
+
+@triton.jit
+def scale(x, factor, y, N, BLOCK: tl.constexpr):
+    """y = x · factor in the dtype of y."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.load(x + i, mask=i < N).to(tl.float32) * tl.load(factor)
+    tl.store(y + i, scaled.to(y.dtype.element_ty), mask=i < N)

@@ -87,18 +87,25 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.add_(a @ b)
 
 
+@torch.library.custom_op("hymo::linear_cross_entropy_backward", mutates_args=())
+def _backward(grad: Tensor, dh: Tensor, dw: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = _form(dh).scaled
+    return scaled(dh, grad, dh.dtype), scaled(dw, grad, dh.dtype)
+
+
+@_backward.register_fake
+def _(grad, dh, dw):
+    return torch.empty_like(dh), torch.empty_like(dw, dtype=dh.dtype)
+
+
 def _setup_context(ctx, inputs, output) -> None:
-    _, weight, *_ = inputs
-    _, dh, dw = output
     ctx.set_materialize_grads(False)  # of dh and dW, which nobody differentiates
-    ctx.save_for_backward(dh, dw)
-    ctx.weight_dtype = weight.dtype
+    ctx.save_for_backward(*output[1:])
 
 
 def _gradients(ctx, grad: Tensor, *_):
-    dh, dw = ctx.saved_tensors
-    dweight = torch.empty_like(dw, dtype=ctx.weight_dtype)
-    return dh * grad, torch.mul(dw, grad, out=dweight), None, None, None, None
+    dh, dweight = torch.ops.hymo.linear_cross_entropy_backward(grad, *ctx.saved_tensors)
+    return dh, dweight, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
