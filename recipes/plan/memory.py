@@ -3,53 +3,71 @@
 Weights, gradients and optimizer state are counted from the parameters and the optimizers themselves. Activations are
 not a formula: forward and backward run under PyTorch's FakeTensorMode, and a tensor's bytes count from its creation
 until nothing refers to it. So every mode of activation checkpointing, and every new component, is measured as it is.
+The tensors say that they lie on a CPU, since autograd takes CUDA's only where there is a GPU; what CUDA does otherwise
+is put in its place (`norms_of_cuda`, `_run`).
 
-What is estimated is the peak of tensors that PyTorch allocates (`torch.cuda.max_memory_allocated`). Left out: the CUDA
-context, fragmentation, NCCL's buffers, workspaces inside kernels, and what compilation fuses away.
+What is estimated is the peak of tensors that PyTorch allocates (`torch.cuda.max_memory_allocated`), at the moment of a
+step when it is reached. Left out: the CUDA context, fragmentation, NCCL's buffers, workspaces inside kernels, and what
+compilation fuses away, which is why a compiled run needs less.
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from components.data.batch import Batch
 from components.data.packing import cu_seqlens_length
 from components.optimizers.roles import build_optimizers, parameters_by_role
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
+from components.parallel.apply import MICRO_BATCH
+from components.parallel.plan import exact_parameters
+from components.parameters import logical_path
 from recipes.job import Job
+from registry import lookup
 
 MASTER_BYTES = 4  # weights and gradients are kept in fp32
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the model itself has: parameters by role and by sharding unit (one of them the root), bytes of state."""
+    """What the model itself has: parameters by role and by FSDP unit (one of them the root), bytes of state."""
 
     by_role: dict[str, int]
     by_unit: dict[str, int]
+    exact: int  # parameters that compute in fp32 whatever the rest uses
     optimizer_bytes: int
     buffer_bytes: int
 
 
+class Peak(NamedTuple):
+    """Bytes at the moment when their sum is largest."""
+
+    tensors: int
+    gradients: float
+
+
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made while it is on, until they are gone. `peak` is the most at once. Views of what
-    was there before count too, unless it is `ignored`."""
+    """Counts the bytes of tensors made while it is on, until they are gone, and of `gradients`, which others count.
+    `peak` is the most at once. Views of what was there before count too, unless it is `ignored`."""
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live, self.gradients = 0, 0.0
+        self.peak = Peak(0, 0.0)
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in ignored)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = _grouped_mm(*args, **kwargs) if _only_bf16(function, args) else function(*args, **(kwargs or {}))
+        result = _run(function, args, kwargs or {})
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 self._enter(value.untyped_storage())
@@ -59,11 +77,54 @@ class LiveBytes(TorchDispatchMode):
         if storage not in self._known:
             self._known.add(storage)
             self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
+            self.passing(0)
             weakref.finalize(storage, self._leave, storage.nbytes())
 
     def _leave(self, size: int) -> None:
         self.live -= size
+
+    def passing(self, size: int) -> None:
+        """A tensor of `size` bytes that is gone at once."""
+        self.peak = max(self.peak, Peak(self.live + size, self.gradients), key=sum)
+
+
+@contextmanager
+def norms_of_cuda() -> Iterator[None]:
+    """CUDA has RMSNorm in one kernel, a CPU in several: of what these keep, only the input and a number a row stay."""
+    plain, F.rms_norm = F.rms_norm, lambda x, shape, weight=None, eps=None: _RmsNorm.apply(x, shape, weight)
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The shapes of CUDA's `_fused_rms_norm` and of its gradients."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[: -len(shape)], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
+
+
+def _run(function: Any, args: tuple, kwargs: dict) -> Any:
+    """The function, or what stands in for it."""
+    if _only_bf16(function, args):
+        return _grouped_mm(*args, **kwargs)
+    if function.namespace != "hymo":
+        return function(*args, **kwargs)
+    # What an op of ours keeps for backward depends on the device: its rule for shapes is asked about CUDA tensors.
+    args, kwargs = tree_map_only(Tensor, lambda x: _like(x, "cuda"), (args, kwargs))
+    return tree_map_only(Tensor, lambda x: _like(x, "cpu"), function(*args, **kwargs))
+
+
+def _like(x: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 def _only_bf16(function: Any, args: tuple) -> bool:
@@ -86,54 +147,111 @@ def footprint(job: Job) -> Footprint:
         with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as state:
             _alive = build_optimizers(model, {role: getattr(job.optimizer, role) for role in roles})
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    return Footprint(roles, dict(units), state.live, buffers)
+        exact = sum(p.numel() for p in exact_parameters(model))
+    return Footprint(roles, dict(units), exact, state.live, buffers)
 
 
 def memory_per_rank(job: Job, model: Footprint, ranks: int) -> dict[str, float]:
-    """Bytes by kind on one of `ranks` ranks, and their total."""
+    """Bytes by kind on one of `ranks` ranks when a step needs most, and their total."""
     shards = ranks // job.parallelism.data_parallel_replicate_degree
     parameters = sum(model.by_unit.values())
-    held, extra = activations(job)
+    step = activations(job, ranks)
     kinds = {
         "weights": MASTER_BYTES * parameters / shards,
-        "gradients": MASTER_BYTES * parameters / shards,
         "optimizer": model.optimizer_bytes / shards,
-        "gathered": _gathered(job, model),
-        "activations": held,
-        "backward": extra,
+        "gathered": _whole(job, model) if _keeps_whole(job) else _gathered(job, model),
+        "gradients": step.peak.gradients,
+        "activations": step.held,
+        "backward": step.peak.tensors - step.held,
         "buffers": model.buffer_bytes,
     }
     return {**kinds, "total": sum(kinds.values())}
 
 
+def _keeps_whole(job: Job) -> bool:
+    """Whether the plan keeps whole weights and whole sums of gradients on every rank (`zero1`)."""
+    return lookup("plan", job.parallelism.plan).cls.whole
+
+
+def _whole(job: Job, model: Footprint) -> float:
+    """All weights in compute dtype."""
+    width = getattr(torch, job.training.dtype).itemsize
+    return width * (sum(model.by_unit.values()) - model.exact) + MASTER_BYTES * model.exact
+
+
 def _gathered(job: Job, model: Footprint) -> float:
     """Whole weights in compute dtype: the root's all the time; of the blocks two at once (the one that runs and the
-    next, prefetched), or all of them if they stay after forward. Beside them one block's gradients on their way."""
+    next, prefetched), or all of them if they stay after forward."""
     width = getattr(torch, job.training.dtype).itemsize
-    reduced = getattr(torch, job.parallelism.reduce_dtype).itemsize
     blocks = sorted((n for unit, n in model.by_unit.items() if unit != "root"), reverse=True)
     present = blocks[:2] if job.parallelism.reshard_after_forward else blocks
-    return width * (model.by_unit["root"] + sum(present)) + reduced * blocks[0]
+    return width * (model.by_unit["root"] + sum(present))
 
 
-def activations(job: Job) -> tuple[int, int]:
-    """Bytes that one micro-batch holds between forward and backward, and what backward needs at most beyond them."""
-    with FakeTensorMode():
+@dataclass(frozen=True)
+class StepBytes:
+    """What one micro-batch holds between forward and backward, and the most while it runs."""
+
+    held: int
+    peak: Peak
+
+
+def activations(job: Job, ranks: int = 1) -> StepBytes:
+    """Forward and backward of the micro-batch that needs most: one with the gradients of earlier ones beside it, or the
+    only one, in which each appears as backward gets to it."""
+    training = job.training
+    with FakeTensorMode(), norms_of_cuda():
         model = computing_model(job)
-        batch = zeros_batch(job.training.local_batch_size, job.training.seq_len, job.data.packing)
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_hand_over)
-        with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as tracker:
+        batch = zeros_batch(training.local_batch_size, training.seq_len, job.data.packing)
+        tracker = LiveBytes([*model.parameters(), *model.buffers()])
+        _count_gradients(job, model, tracker, ranks)
+        with tracker:
             loss = model(batch).loss_sums.sum()
             held = tracker.live
             loss.backward()
-    return held, tracker.peak - held
+    return StepBytes(held, tracker.peak)
+
+
+def _count_gradients(job: Job, model: nn.Module, tracker: LiveBytes, ranks: int) -> None:
+    """Let `tracker` know of the gradients that a rank keeps, and let autograd's own go as the plan does."""
+    training, parameters = job.training, sum(p.numel() for p in model.parameters())
+    if _keeps_whole(job):
+        # The shards of their sums exist beside the activations only where a recording never lets go of these.
+        recorded = job.cuda_graph.enable and MICRO_BATCH in job.cuda_graph.components
+        tracker.gradients = MASTER_BYTES * parameters * (1 + (recorded and ranks > 1) / ranks)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        return
+    kept = MASTER_BYTES / (ranks // job.parallelism.data_parallel_replicate_degree)
+    only = training.global_batch_size == training.local_batch_size * ranks
+    tracker.gradients = 0 if only else kept * parameters
+    _reduce_by_unit(model, tracker, getattr(torch, job.parallelism.reduce_dtype).itemsize, kept if only else 0)
+
+
+def _reduce_by_unit(model: nn.Module, tracker: LiveBytes, width: int, kept: float) -> None:
+    """As `fsdp2`: a unit's gradients lie whole until all are there, then in one buffer of `width` bytes a value, then
+    as a shard of `kept` bytes for each value of the whole, 0 if it joins an earlier one."""
+    names = {p: _unit(logical_path(name)) for name, p in model.named_parameters()}
+    missing, arrived = Counter(names.values()), defaultdict(list)
+
+    def arrive(parameter: nn.Parameter) -> None:
+        unit = names[parameter]
+        arrived[unit].append(parameter.grad)
+        parameter.grad = None
+        missing[unit] -= 1
+        if not missing[unit]:
+            elements = sum(gradient.numel() for gradient in arrived.pop(unit))
+            tracker.passing(width * elements)
+            tracker.gradients += kept * elements
+
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(arrive)
 
 
 def computing_model(job: Job) -> nn.Module:
     """The model as a rank computes with it: weights in compute dtype but for the parts that stay in fp32."""
     model, dtype = job.model.build(), getattr(torch, job.training.dtype)
-    exact = {p for m in model.modules() if getattr(m, "fp32_unit", False) for p in m.parameters()}
+    exact = exact_parameters(model)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in exact:
@@ -151,11 +269,6 @@ def zeros_batch(rows: int, seq_len: int, packing: str) -> Batch:
         return Batch(tokens_BT1=tokens_BT1, **place)
     starts = torch.zeros(cu_seqlens_length(rows, seq_len), dtype=torch.int32)
     return Batch(tokens_BT1=tokens_BT1, **place, document_BT1=tokens_BT1.int(), cu_seqlens=starts)
-
-
-def _hand_over(parameter: nn.Parameter) -> None:
-    """A gradient leaves as soon as it is complete, as it does when it is reduced to its owner."""
-    parameter.grad = None
 
 
 def _unit(name: str) -> str:
