@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from components.kernels.accumulate.op import accumulate
 from components.models.stacked_lm import StackedLM
 from components.parallel.plan import Plan, compute_dtype, data_mesh, exact_parameters, placement
 from registry import register
@@ -71,7 +72,8 @@ class Zero1(Plan):
         )
         local = parameter.detach().narrow(where.dim, min(offset, parameter.shape[where.dim]), size).contiguous()
         shape = {"shape": parameter.shape, "stride": parameter.stride()}
-        return nn.Parameter(DTensor.from_local(local, self.mesh, [where], run_check=False, **shape))
+        stored = DTensor.from_local(local, self.mesh, [where], run_check=False, **shape)
+        return nn.Parameter(stored, parameter.requires_grad)
 
     @torch.no_grad()
     def initialised(self, model: StackedLM) -> None:
@@ -113,7 +115,7 @@ class Bucket:
         self.sums = torch.zeros(sum(m.numel() for m in masters), device=masters[0].device)
         parts = self.sums.split([m.numel() for m in masters])
         self.members = [Trained(m, weights[m], s.view(m.shape)) for m, s in zip(masters, parts, strict=True)]
-        for member in self.members:
+        for member in (m for m in self.members if m.weight.requires_grad):
             member.weight.register_post_accumulate_grad_hook(_adding_to(member.gradient))
 
     @torch.no_grad()
@@ -171,7 +173,7 @@ def _adding_to(total: Tensor):
     """A hook that moves a parameter's new gradient into `total`, for autograd to find none there the next time."""
 
     def add(weight: nn.Parameter) -> None:
-        total.add_(weight.grad)
+        accumulate(total, weight.grad)
         weight.grad = None
 
     return add
@@ -191,7 +193,7 @@ def _grouped(masters: Sequence[nn.Parameter], weights: dict) -> Iterator[tuple[t
 
 
 def _whole_weight(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    weight = nn.Parameter(torch.empty(master.shape, dtype=dtype, device=master.device))
+    weight = nn.Parameter(torch.empty(master.shape, dtype=dtype, device=master.device), master.requires_grad)
     weight.master = master
     return weight
 
