@@ -1,8 +1,7 @@
 """Moving parts of matrices between ranks: one `all_to_all_single` with uneven splits.
 
 Every rank works out the same list of transfers; each side of a pair orders what passes between them alike, so that no
-index travels. A rank that sends or receives nothing takes part with empty splits. One rank needs no process group:
-what it sends has arrived.
+index travels. A rank that sends or receives nothing takes part with empty splits.
 """
 
 import math
@@ -74,8 +73,6 @@ class Exchange:
         """Send `parts`, one for each of `sent`, as `dtype`; returns before they have arrived."""
         outgoing = torch.empty(sum(self._splits_out), dtype=dtype, device=device)
         copy_all(split(outgoing, self.sent), parts)
-        if len(self._splits_out) == 1:
-            return InFlight(outgoing, None)
         incoming = torch.empty(sum(self._splits_in), dtype=dtype, device=device)
         work = dist.all_to_all_single(incoming, outgoing, self._splits_in, self._splits_out, async_op=True)
         return InFlight(incoming, work, outgoing)

@@ -2,6 +2,7 @@
 
 from typing import final
 
+import torch
 from torch import Tensor
 
 from components.optimizers.orthogonal import OrthogonalConfig, OrthogonalOptimizer
@@ -15,6 +16,6 @@ class Muon(OrthogonalOptimizer):
 
     Config = OrthogonalConfig
 
-    def row_factors(self, position: int, x_Nmn: Tensor) -> float:
+    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
         """All rows stay as they are."""
-        return 1.0
+        return torch.ones(len(x_Nmn), 1, 1, dtype=self._wide, device=x_Nmn.device)

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.kernels.decayed_update.op import DecayedUpdate
-from components.kernels.newton_schulz.op import newton_schulz
+from components.kernels.newton_schulz.op import newton_schulz, scale
 from components.optimizers import base
 from components.optimizers.base import RoleOptimizer, StateView, copies
-from components.optimizers.distribution import PLANS, LoadReport, Owners, load_report
+from components.optimizers.distribution import PLANS, LoadReport, Owners, cost, load_report
 from components.optimizers.exchange import Exchange, Holdings, InFlight, Region, copy_all, homeward, outward, split
 from components.parameters import Logical, OwnedParameter, local_region
 
@@ -99,14 +99,29 @@ class Bucket:
         """(out, in)."""
         return self.shape[::-1] if self.transposed else self.shape
 
-    def local(self, storages: Sequence[Tensor]) -> dict[int, Tensor]:
-        """This rank's part of each matrix, by number, as views into the parameters' local `storages`."""
-        held = ((i, m) for i, m in enumerate(self.matrices) if m.index is not None)
-        return {i: storages[m.parameter][m.index] for i, m in held}
+    def sent(self, storages: Sequence[Tensor]) -> list[Tensor]:
+        """The parts that go to owners, in the order of `outward.sent`: views into the parameters' local `storages`."""
+        return [self._part(storages, t.matrix) for t in self.outward.sent]
+
+    def received(self, storages: Sequence[Tensor]) -> list[Tensor]:
+        """The parts that come home, in the order of `homeward.received`: every part of this rank once."""
+        return [self._part(storages, t.matrix) for t in self.homeward.received]
+
+    def _part(self, storages: Sequence[Tensor], number: int) -> Tensor:
+        matrix = self.matrices[number]
+        return storages[matrix.parameter][matrix.index]
 
     def oriented_view(self, stack: Tensor) -> Tensor:
         """Matrices as stored, (N, *shape), seen as (N, out, in)."""
         return stack.mT if self.transposed else stack
+
+    def send_out(self, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> InFlight:
+        """Put `parts`, one for each of `outward.sent`, on their way to the owners, as `dtype`."""
+        if not self._alone:
+            return self.outward.start(parts, dtype, device)
+        stack = torch.empty(len(self.mine), *self.shape, dtype=dtype, device=device)
+        copy_all(stack.unbind(), parts)
+        return InFlight(stack.view(-1), None)
 
     def assemble(self, buffer: Tensor) -> Tensor:
         """The matrices of `mine` as stored, (N, *shape), from the buffer that brought their parts."""
@@ -142,60 +157,56 @@ class OrthogonalOptimizer(RoleOptimizer):
         matrices = _matrices(self.parameters)
         self.buckets = _buckets(matrices, PLANS[config.distribution]([m.shape for m in matrices], base.ranks()))
         self.load: LoadReport = load_report(config.distribution, [m.shape for m in matrices], base.ranks())
+        self._momentum = [base.local(m) for m in self.momentum]
+        self._sent = [bucket.sent(self._momentum) for bucket in self.buckets]
 
     @abstractmethod
-    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor | float:
+    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
         """What makes orthogonal matrices of this rank in bucket number `position` ready to be scaled: a factor for each
-        row, (N, m, 1) in fp32 or above, or one for all."""
+        row, (N, m, 1), or for each matrix, (N, 1, 1), in fp32 or above."""
 
     @torch.no_grad()
     def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
-        momentum, gradients, weights = [base.local(m) for m in self.momentum], self.gradients(), self.weights()
-        torch._foreach_lerp_(momentum, gradients, 1 - self.config.momentum)
+        gradients, weights = self.gradients(), self.weights()
+        torch._foreach_lerp_(self._momentum, gradients, 1 - self.config.momentum)
         squares = torch.zeros((), device=self._device)
-        for bucket, update in self._updates(momentum, gradients):
+        for bucket, update in self._updates(gradients):
             if measure:
                 norm = torch.linalg.vector_norm(update, dtype=self._wide)
                 squares += norm.square() * (lr**2 / bucket.copies)
-            parts = bucket.local(weights)
-            targets = [parts[t.matrix] for t in bucket.homeward.received]
-            bucket.update(targets, update, lr, self.config.weight_decay, self.config.cautious)
+            bucket.update(bucket.received(weights), update, lr, self.config.weight_decay, self.config.cautious)
         return squares if measure else None
 
     def state_views(self) -> Iterator[StateView]:
         yield from self.sharded_views("momentum", self.momentum)
 
-    def _updates(self, momentum: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
+    def _updates(self, gradients: list[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket with the flat buffer that brought its update home, two exchanges being under way at any time."""
-        arriving = self._send(self.buckets[0], momentum, gradients)
+        arriving = self._send(0, gradients)
         returning: tuple[Bucket, InFlight] | None = None
         for position, bucket in enumerate(self.buckets):
             arrived = arriving.wait()
             if position + 1 < len(self.buckets):
-                arriving = self._send(self.buckets[position + 1], momentum, gradients)
+                arriving = self._send(position + 1, gradients)
             updates = self._orthogonalise(position, bucket.assemble(arrived))
             if returning is not None:
                 yield returning[0], returning[1].wait()
             returning = bucket, bucket.send_home(updates)
         yield returning[0], returning[1].wait()
 
-    def _send(self, bucket: Bucket, momentum: list[Tensor], gradients: list[Tensor]) -> InFlight:
-        parts = bucket.local(momentum)
+    def _send(self, position: int, gradients: list[Tensor]) -> InFlight:
+        bucket, parts = self.buckets[position], self._sent[position]
         if self.config.nesterov and parts:
-            ahead = torch._foreach_lerp(
-                list(bucket.local(gradients).values()), list(parts.values()), self.config.momentum
-            )
-            parts = dict(zip(parts, ahead, strict=True))
-        return bucket.outward.start([parts[t.matrix] for t in bucket.outward.sent], self._dtype, self._device)
+            parts = torch._foreach_lerp(bucket.sent(gradients), parts, self.config.momentum)
+        return bucket.send_out(parts, self._dtype, self._device)
 
     def _orthogonalise(self, position: int, stack: Tensor) -> Tensor:
         """The updates of matrices of a bucket, both as stored."""
         if not len(stack):
             return stack
         bucket, update = self.buckets[position], newton_schulz(stack, self._dtype)
-        factors = self.row_factors(position, bucket.oriented_view(update))
-        bucket.oriented_view(update).mul_(factors * self._scale(bucket.oriented))
-        return update
+        factors = self.row_factors(position, bucket.oriented_view(update)) * self._scale(bucket.oriented)
+        return scale(update, bucket.oriented_view(factors), out_NRK=update)
 
     def _scale(self, oriented: tuple[int, int]) -> float:
         fan_out, fan_in = oriented
@@ -234,7 +245,8 @@ def _buckets(matrices: list[Matrix], owners: Owners) -> list[Bucket]:
     for number, matrix in enumerate(matrices):
         kinds.setdefault(matrix.kind, []).append(number)
     buckets = []
-    for (shape, *_), numbers in kinds.items():
+    # Costliest first: the device then has work while the host gets the many small ones ready.
+    for (shape, *_), numbers in sorted(kinds.items(), key=lambda kind: -len(kind[1]) * cost(kind[0][0])):
         limit = max(1, BUCKET_ELEMENTS * ranks // math.prod(shape))
         for chosen in (numbers[i : i + limit] for i in range(0, len(numbers), limit)):
             holdings = [[held[i] for held in by_rank] for i in chosen]

@@ -40,8 +40,10 @@ def test_a_zero_matrix_stays_zero_and_no_matrix_gives_none():
 # Rows and columns that divide into tiles and that do not; one tile, and several with mirrored ones.
 @pytest.mark.parametrize("shape", [(2, 32, 48), (3, 40, 21), (1, 9, 16), (2, 50, 70)])
 @pytest.mark.parametrize("tall", [False, True])
-def test_the_symmetric_product_in_triton_equals_torch(monkeypatch, shape, tall):
-    monkeypatch.setattr(launch, "TILE", 16)
+@pytest.mark.parametrize("wide", [1, 2])
+def test_the_symmetric_product_in_triton_equals_torch(monkeypatch, shape, tall, wide):
+    monkeypatch.setattr(launch, "HIGH", 16)
+    monkeypatch.setattr(launch, "WIDE", wide)
     monkeypatch.setattr(launch, "COLUMNS", 16)
     check_symmetric_product(torch.randn(shape) if not tall else torch.randn(shape).mT.contiguous().mT, 1e-6)
 
@@ -57,6 +59,16 @@ def check_symmetric_product(x, tolerance):
     ):
         assert (found.double() - expected).norm() <= tolerance * expected.norm()
         assert torch.equal(found, found.mT)
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 300), (1, 5, 1), (3, 16, 16)])
+@pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 2)])
+def test_the_scaling_in_triton_equals_torch_for_a_factor_a_matrix_a_row_and_a_column(shape, axes):
+    x = torch.randn(shape)
+    factor = torch.randn(shape[0], shape[1] if axes[0] == 2 else 1, shape[2] if axes[1] == 2 else 1)
+    for views in (factor, factor.mT.contiguous().mT):
+        torch.testing.assert_close(launch.scale(x, views, torch.empty_like(x)), x * factor)
+    torch.testing.assert_close(launch.scale(x.bfloat16(), factor, x.bfloat16()), (x.bfloat16() * factor).bfloat16())
 
 
 @pytest.mark.gpu

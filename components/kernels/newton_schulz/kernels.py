@@ -1,7 +1,6 @@
-"""The symmetric products of Newton-Schulz in Triton: half the tiles of a batched matrix product, each stored twice.
+"""The products and the scaling of Newton-Schulz in Triton: half the tiles of a symmetric product, each stored twice.
 
-Shapes: N matrices, x_NRK of R rows and K columns, R×R results. A program makes one tile on or below the diagonal of one
-matrix's result, and writes it mirrored above the diagonal too. So the result is symmetric bit for bit.
+Shapes: N matrices, x_NRK of R rows and K columns, R×R results. Results are symmetric bit for bit.
 """
 
 import triton
@@ -9,15 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _row_and_column(tile):
-    """The tile-th pair (i, j) of (0, 0), (1, 0), (1, 1), (2, 0), ..."""
-    i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)  # rounding of the root
-    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
-    return i, tile - i * (i + 1) // 2
+def _lower_tile(t, WIDE: tl.constexpr):
+    """Row and column of the t-th tile that reaches the diagonal or what is below it. A tile is WIDE times as wide as it
+    is high, so WIDE rows of tiles have as many of them: 1, then 2, then 3."""
+    group = ((tl.sqrt(8.0 * (t // WIDE) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    group = tl.where(group * (group + 1) // 2 > t // WIDE, group - 1, group)  # rounding of the root
+    group = tl.where((group + 1) * (group + 2) // 2 <= t // WIDE, group + 1, group)
+    t -= WIDE * (group * (group + 1) // 2)
+    return group * WIDE + t % WIDE, t // WIDE
 
 
-@triton.jit(do_not_specialize=["alpha", "beta", "diagonal"])
+@triton.jit(do_not_specialize=["tiles", "alpha", "beta", "diagonal"])
 def symmetric_product(
     x,
     added,
@@ -33,38 +34,56 @@ def symmetric_product(
     diagonal,
     ADD: tl.constexpr,
     WHOLE: tl.constexpr,
-    TILE: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """out = alpha x xᵀ + beta added + diagonal I. `added` (symmetric) and `out` are contiguous (N, R, R). WHOLE: tiles
-    and blocks of columns divide R and K."""
-    pid = tl.program_id(0)
-    matrix = (pid // tiles).to(tl.int64)
-    i, j = _row_and_column(pid % tiles)
-    r, c, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BK)
+    """out = alpha x xᵀ + beta added + diagonal I. `added` (symmetric) and `out` are contiguous (N, R, R). A program
+    makes one tile of HIGH rows and HIGH · WIDE columns, of `tiles` a matrix. WHOLE: HIGH · WIDE divides R and BK K."""
+    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    i, j = _lower_tile(tl.program_id(0) % tiles, WIDE)
+    if i * HIGH >= R:
+        return
+    r, c, k = i * HIGH + tl.arange(0, HIGH), j * HIGH * WIDE + tl.arange(0, HIGH * WIDE), tl.arange(0, BK)
     x += matrix * x_matrix
     added += matrix * R * R
     out += matrix * R * R
     left = x + r[:, None] * x_row + k[None, :] * x_column
     right = x + c[None, :] * x_row + k[:, None] * x_column
-    total = tl.zeros((TILE, TILE), tl.float32)
+    total = tl.zeros((HIGH, HIGH * WIDE), tl.float32)
     for start in range(0, K, BK):
         if WHOLE:
             a, b = tl.load(left), tl.load(right)
         else:
-            inside = k < K - start
-            a = tl.load(left, mask=(r < R)[:, None] & inside[None, :], other=0.0)
-            b = tl.load(right, mask=(c < R)[None, :] & inside[:, None], other=0.0)
+            a = tl.load(left, mask=(r < R)[:, None] & (k < K - start)[None, :], other=0.0)
+            b = tl.load(right, mask=(c < R)[None, :] & (k < K - start)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         left += BK * x_column
         right += BK * x_column
     total *= alpha
-    here = r[:, None] * R + c[None, :]
-    inside = (r < R)[:, None] & (c < R)[None, :]
+    here, inside = r[:, None] * R + c[None, :], (r < R)[:, None] & (c < R)[None, :]
     if ADD:
         total += beta * tl.load(added + here, mask=inside, other=0.0).to(tl.float32)
         total += tl.where(r[:, None] == c[None, :], diagonal, 0.0)
     result = total.to(out.dtype.element_ty)
     tl.store(out + here, result, mask=inside)
-    if i != j:
+    if i >= (j + 1) * WIDE:
         tl.store(out + c[:, None] * R + r[None, :], tl.trans(result), mask=(c < R)[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def scale(x, factor, out, R, K, f_matrix, f_step, BY_COLUMN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """out = x · factor, both contiguous (N, R, K). A factor for each row, `f_step` apart (0: one for a matrix), or for
+    each column."""
+    down, across = tl.cdiv(R, BR), tl.cdiv(K, BK)
+    block = tl.program_id(0) % (down * across)
+    matrix = (tl.program_id(0) // (down * across)).to(tl.int64)
+    r, k = block // across * BR + tl.arange(0, BR), block % across * BK + tl.arange(0, BK)
+    factor += matrix * f_matrix
+    if BY_COLUMN:
+        f = tl.load(factor + k * f_step, mask=k < K, other=0.0)[None, :]
+    else:
+        f = tl.load(factor + r * f_step, mask=r < R, other=0.0)[:, None]
+    here, inside = r[:, None] * K + k[None, :], (r < R)[:, None] & (k < K)[None, :]
+    values = tl.load(x + matrix * R * K + here, mask=inside, other=0.0).to(f.dtype)
+    tl.store(out + matrix * R * K + here, (values * f).to(out.dtype.element_ty), mask=inside)

@@ -25,15 +25,23 @@ def newton_schulz(x_Nmn: Tensor, dtype: torch.dtype) -> Tensor:
     A zero matrix stays zero. Source: Jordan et al. 2024, "Muon"; the products are taken on the shorter side, so the
     Gram matrices are as small as can be: cost m·n·min(m, n) a step.
     """
-    x = x_Nmn.to(dtype)
+    x = x_Nmn.to(dtype).contiguous()
     # The norm in fp32 at least: a sum of squares of bf16 would carry 3 digits.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(dtype, torch.float32))
-    x = x.contiguous() / norm.clamp_min(torch.finfo(torch.float32).tiny).to(dtype)
+    x = scale(x, 1 / norm.clamp_min(torch.finfo(torch.float32).tiny), torch.empty_like(x))
     tall = x.shape[-2] > x.shape[-1]
     for _ in range(STEPS):
         factor = _polynomial(x.mT if tall else x)
-        x = x @ factor if tall else factor @ x
+        x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
     return x
+
+
+def scale(x_NRK: Tensor, factor: Tensor, out_NRK: Tensor) -> Tensor:
+    """out = x · factor, which is broadcast, in the dtype of `out` (it may be `x`; both contiguous), multiplied in that
+    of `factor`: (N, 1, 1), (N, R, 1) or (N, 1, K)."""
+    if x_NRK.is_cuda and factor.dtype == torch.float32:
+        return launch.scale(x_NRK, factor, out_NRK)
+    return torch.mul(x_NRK, factor, out=out_NRK)
 
 
 def _polynomial(x_NRK: Tensor) -> Tensor:
@@ -42,7 +50,7 @@ def _polynomial(x_NRK: Tensor) -> Tensor:
     if launch.pays(x_NRK):
         gram = launch.symmetric_product(x_NRK)
         return launch.symmetric_product(gram, added_NRR=gram, alpha=c, beta=b, diagonal=a)
-    gram = x_NRK @ x_NRK.mT
+    gram = torch.bmm(x_NRK, x_NRK.mT)
     factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
     factor.diagonal(dim1=-2, dim2=-1).add_(a)
     return factor
