@@ -28,7 +28,7 @@ from components.checkpoint.random_state import random_states, restore_random_sta
 from components.checkpoint.signals import StopRequest
 from components.checkpoint.state import model_state, optimizer_state
 from components.data.batch import Batch
-from components.data.heldout import HeldOut
+from components.data.heldout import HeldOut, held_out_at
 from components.data.loader import TrainData
 from components.data.tokenizers import Tokenizer
 from components.losses.targets import target_counts
@@ -48,7 +48,7 @@ from components.parallel.process_group import Place, StepWatch, init, set_timeou
 from recipes.banner import banner, farewell
 from recipes.job import Job, load_or_exit, refused_changes, to_table, write_resolved
 from recipes.result import write_result
-from recipes.validate import continue_prompt, validate
+from recipes.validate import continue_prompt, validate, validate_at
 
 FORMAT = 1  # of what `save` writes beside the tensors
 LARGE_NORM = 10.0  # of the gradient before clipping: worth a warning
@@ -90,6 +90,7 @@ class Run:
     schedule: object
     data: MicroBatches
     held_out: HeldOut | None
+    held_out_at: dict[int, HeldOut]  # by sequence length, beside the training's
     checkpoints: Checkpointer | None
     stop: StopRequest
     progress: Progress = field(default_factory=Progress)
@@ -199,6 +200,7 @@ def build(job: Job, place: Place, stop: StopRequest, data: MicroBatches | None =
         schedule=job.lr_scheduler.build(),
         data=text(job, tokenizer, place) if data is None else data,
         held_out=held_out(job, tokenizer) if job.validation.enable else None,
+        held_out_at=held_out_at(job.data, tokenizer, job.validation, job.training) if job.validation.enable else {},
         checkpoints=checkpoints(job) if job.checkpoint.enable else None,
         stop=stop,
     )
@@ -399,6 +401,7 @@ class Meter:
         values |= {f"lr/{role}": rate for role, rate in run.optimizer.learning_rates(step.factor).items()}
         if step.updated:
             values |= {f"update_rms/{role}": rms for role, rms in on_host(run.optimizer.update_rms()).items()}
+            values |= seconds_by_rank(run.optimizer.seconds(), run.place)
         biases = {name: run.model.layers[int(name.split(".")[1])].ffn.bias_E.norm() for name in step.counts}
         for name, bias_norm in on_host(biases).items():
             prefix = f"moe/{name.split('.')[1]}"
@@ -422,8 +425,15 @@ def on_host(values: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)) if values else {}
 
 
+def seconds_by_rank(seconds: dict[str, float], place: Place) -> dict[str, float]:
+    """`time/<name>/<rank>`, the same on every rank. Collective."""
+    own = torch.eye(place.ranks)[place.rank]
+    everywhere = reduce_scalars({name: s * own for name, s in seconds.items()}, device=place.device)
+    return {f"time/{name}/{rank}": s for name, by_rank in everywhere.items() for rank, s in enumerate(by_rank)}
+
+
 def log_validation(run: Run, log: MetricLog) -> None:
-    values = validate(run.model, run.held_out, run.place)
+    values = validate(run.model, run.held_out, run.place) | validate_at(run.model, run.held_out_at, run.place)
     run.progress.validation = values
     log.log(run.progress.step, values)
     dtype = getattr(torch, run.job.training.dtype)

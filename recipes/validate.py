@@ -5,7 +5,7 @@ tokenizers compare. Every rank takes its share of the fixed batches; one reducti
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -26,19 +26,32 @@ TEMPERATURE = 0.8
 
 def validate(model: StackedLM, held_out: HeldOut, place: Place) -> dict[str, float]:
     """Metrics by their names in metrics.jsonl. `validation/loss` and its kin are over all sources' targets together."""
+    return _metrics(_sums(model, held_out, place, mtp=model.mtp is not None), held_out.sources)
+
+
+def validate_at(model: StackedLM, held_out: Mapping[int, HeldOut], place: Place) -> dict[str, float]:
+    """`validation/at_<length>/loss`, `ppl` and `bpb` of held-out text cut to these lengths, all sources together."""
+    found: dict[str, float] = {}
+    for length, text in held_out.items():
+        found |= _losses(_sums(model, text, place, mtp=False), text.sources, f"validation/at_{length}")
+    return found
+
+
+def _sums(model: StackedLM, held_out: HeldOut, place: Place, mtp: bool) -> dict[str, list[float]]:
+    """Sums by source over all ranks' batches, `mtp` with what the depths' quality is made of."""
     bytes_V = torch.as_tensor(held_out.byte_lengths, device=place.device)
     sums: dict[str, Tensor] = {}
     with evaluating(model):
         for source in held_out.sources:
             for number, batch in enumerate(held_out.batches(source, place.rank, place.ranks)):
                 part = _score(model, batch.to(place.device), bytes_V)
-                if number == 0 and model.mtp is not None:
+                if number == 0 and mtp:
                     # every rank runs it, since sharded weights are gathered; only rank 0's, the first row, counts
                     part |= {k: v * (place.rank == 0) for k, v in _score_mtp(model, batch.to(place.device)).items()}
                 for name, value in part.items():
                     key = f"{source}/{name}"
                     sums[key] = sums[key] + value if key in sums else value
-    return _metrics(reduce_scalars(sums, device=place.device), held_out.sources)
+    return reduce_scalars(sums, device=place.device)
 
 
 @contextmanager

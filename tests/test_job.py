@@ -362,6 +362,12 @@ def test_missing_text_and_a_missing_tokenizer_are_told_before_a_run(recipe):
     assert line.startswith("x.toml [tokenizer]: tokenizer file nowhere.tiktoken does not exist; ")
 
 
+def test_text_that_is_too_short_for_a_length_of_validation_is_told_before_a_run():
+    lines = told(DEBUG, "--validation.lengths 99999999", needs_data=True)
+    assert len(lines) == 1 and "[validation.lengths]" in lines[0]
+    assert "0 validation sequences of 99999999, fewer than 1 batches of 1" in lines[0]
+
+
 def test_a_missing_shard_is_told_before_a_run(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("HYMO_DATA_CACHE", str(tmp_path / "cache"))
     job(DEBUG, needs_data=True)

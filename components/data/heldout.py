@@ -7,6 +7,7 @@ workers, so that runs over seeds and ablations are scored on the same text.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -74,3 +75,15 @@ class HeldOut:
         chosen = permute(place, size, np.full(self._rows, key("held out"), dtype=np.uint64))
         rows = [self._windows[source].read(int(w)) for w in chosen]
         return pack(rows, np.full(self._rows, SURPLUS) if surplus else place, self._packing)
+
+
+def held_out_at(config: DataConfig, tokenizer: Tokenizer, validation: Any, training: Any) -> dict[int, HeldOut]:
+    """Held-out text by sequence length, for each of [validation] lengths: about as many tokens a batch and in all as at
+    [training] seq_len. Raises ValueError where a source has not as much."""
+    tokens, found = training.local_batch_size * training.seq_len, {}
+    for length in validation.lengths:
+        rows = max(1, tokens // length)
+        number = math.ceil(validation.batches * tokens / (rows * length))
+        how = {"number": number, "sources": validation.sources}
+        found[length] = HeldOut(config, tokenizer, seq_len=length, local_batch_size=rows, **how)
+    return found

@@ -32,6 +32,7 @@ from components.optimizers import base
 from components.optimizers.base import RoleOptimizer, StateView, copies
 from components.optimizers.distribution import PLANS, LoadReport, Owners, cost, load_report
 from components.optimizers.exchange import Exchange, Holdings, InFlight, Region, copy_all, homeward, outward, split
+from components.optimizers.stopwatch import Stopwatch
 from components.parameters import Logical, OwnedParameter, local_region
 
 BUCKET_ELEMENTS = 2**26  # of a rank's share; bounds the memory of a step, far above what fills a GPU
@@ -158,6 +159,7 @@ class OrthogonalOptimizer(RoleOptimizer):
         self.buckets = _buckets(matrices, PLANS[config.distribution]([m.shape for m in matrices], base.ranks()))
         self.load: LoadReport = load_report(config.distribution, [m.shape for m in matrices], base.ranks())
         self._momentum = [base.local(m) for m in self.momentum]
+        self.orthogonalising = Stopwatch(self._device)  # of the steps that are measured, waits for others left out
         self._sent = [bucket.sent(self._momentum) for bucket in self.buckets]
 
     @abstractmethod
@@ -170,7 +172,7 @@ class OrthogonalOptimizer(RoleOptimizer):
         gradients, weights = self.gradients(), self.weights()
         torch._foreach_lerp_(self._momentum, gradients, 1 - self.config.momentum)
         squares = torch.zeros((), device=self._device)
-        for bucket, update in self._updates(gradients):
+        for bucket, update in self._updates(gradients, measure):
             if measure:
                 norm = torch.linalg.vector_norm(update, dtype=self._wide)
                 squares += norm.square() * (lr**2 / bucket.copies)
@@ -180,7 +182,7 @@ class OrthogonalOptimizer(RoleOptimizer):
     def state_views(self) -> Iterator[StateView]:
         yield from self.sharded_views("momentum", self.momentum)
 
-    def _updates(self, gradients: list[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
+    def _updates(self, gradients: list[Tensor], measure: bool) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket with the flat buffer that brought its update home, two exchanges being under way at any time."""
         arriving = self._send(0, gradients)
         returning: tuple[Bucket, InFlight] | None = None
@@ -188,7 +190,8 @@ class OrthogonalOptimizer(RoleOptimizer):
             arrived = arriving.wait()
             if position + 1 < len(self.buckets):
                 arriving = self._send(position + 1, gradients)
-            updates = self._orthogonalise(position, bucket.assemble(arrived))
+            with self.orthogonalising.running(measure):
+                updates = self._orthogonalise(position, bucket.assemble(arrived))
             if returning is not None:
                 yield returning[0], returning[1].wait()
             returning = bucket, bucket.send_home(updates)

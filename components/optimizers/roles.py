@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from components.optimizers.base import RoleOptimizer, StateView, copies, local, ranks
 from components.optimizers.distribution import LoadReport
+from components.optimizers.stopwatch import Stopwatch
 from components.parameters import ROLE_NAMES, OwnedParameter, master, owned_parameters
 from registry import Component, lookup, unknown
 
@@ -56,12 +57,14 @@ class JointOptimizer:
         self.groups = dict(groups)
         self.steps = 0
         self._update_rms: dict[str, Tensor] = {}
+        self._stopwatch = Stopwatch(next(self._parameters()).device)
 
     def step(self, factor: float, measure: bool = False) -> None:
-        """Update every role at its peak rate times `factor`. `measure` makes `update_rms` tell of this step."""
+        """Update every role at its peak rate times `factor`. `measure` makes `update_rms` and `seconds` tell of it."""
         squares = {}
-        for role, group in self.groups.items():
-            squares[role] = group.optimizer.step(group.component.config.lr * factor, self.steps, measure)
+        with self._stopwatch.running(measure):
+            for role, group in self.groups.items():
+                squares[role] = group.optimizer.step(group.component.config.lr * factor, self.steps, measure)
         self.steps += 1
         if measure:
             self._update_rms = self._root_mean(squares)
@@ -77,6 +80,13 @@ class JointOptimizer:
     def update_rms(self) -> dict[str, Tensor]:
         """RMS of the update by role (learning rate in, weight decay out) at the last step that was measured."""
         return self._update_rms
+
+    def seconds(self) -> dict[str, float]:
+        """What the measured steps since the last call took on this rank: `optimizer` all in all, `orthogonalising`
+        without the exchange, in which ranks wait for each other. Waits for the device."""
+        watches = (getattr(group.optimizer, "orthogonalising", None) for group in self.groups.values())
+        alone = sum(watch.seconds() for watch in watches if watch is not None)
+        return {"optimizer": self._stopwatch.seconds(), "orthogonalising": alone}
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:

@@ -69,6 +69,37 @@ def _by_depth(prefix: str) -> Callable[[Result], dict[str, float]]:
     return measure
 
 
+def _by_length(value: str) -> Callable[[Result], dict[str, float]]:
+    """The last validation's value at every length beside the training's."""
+    start, end = "validation/at_", f"/{value}"
+
+    def measure(result: Result) -> dict[str, float]:
+        last = result["validations"][-1] if result["validations"] else {}
+        known = [key for key in last if key.startswith(start) and key.endswith(end) and last[key] is not None]
+        return {key.removeprefix(start).removesuffix(end): last[key] for key in known}
+
+    return measure
+
+
+def _by_rank(name: str) -> Callable[[Result], dict[str, float]]:
+    """Median milliseconds of a part of the optimizer step, by rank."""
+    start = f"time/{name}/"
+
+    def measure(result: Result) -> dict[str, float]:
+        summary = result["summary"]
+        return {key.removeprefix(start): 1e3 * summary[key]["median"] for key in summary if key.startswith(start)}
+
+    return measure
+
+
+def _slowest_over_mean(name: str) -> Callable[[Result], float | None]:
+    def measure(result: Result) -> float | None:
+        by_rank = list(_by_rank(name)(result).values())
+        return max(by_rank) / statistics.fmean(by_rank) if any(by_rank) else None
+
+    return measure
+
+
 COLUMNS: dict[str, tuple[str, Callable[[Result], Any]]] = {
     "expert_entropy": ("load entropy (1 is even)", _mean_over_layers("/entropy")),
     "max_violation": ("MaxVio", _mean_over_layers("/max_violation")),
@@ -79,9 +110,14 @@ COLUMNS: dict[str, tuple[str, Callable[[Result], Any]]] = {
     "skipped_steps": ("skipped steps", lambda result: result["skipped_steps"]),
     "mtp_gradient_ratio": ("MTP / main gradient norm, depth", _by_depth("validation/gradient_ratio_mtp/")),
     "mtp_acceptance": ("MTP acceptance, depth", _by_depth("validation/acceptance_mtp/")),
+    "loss_at": ("held-out loss at length", _by_length("loss")),
+    "bpb_at": ("bits per byte at length", _by_length("bpb")),
     "cache_numbers": ("cache, numbers a token", lambda result: result["cache_numbers"]),
     "cache_numbers_expanded": ("expanded cache, numbers a token", lambda result: result["cache_numbers_expanded"]),
     "optimizer_load": ("busiest rank / mean, role", lambda result: result["optimizer_load"]),
+    "optimizer_time": ("optimizer step, ms, rank", _by_rank("optimizer")),
+    "orthogonalising_time": ("orthogonalising, ms, rank", _by_rank("orthogonalising")),
+    "orthogonalising_balance": ("orthogonalising, slowest rank / mean", _slowest_over_mean("orthogonalising")),
     "tps": ("tok/s a device", _summary("tps", "median")),
     "memory": ("memory, GiB a device", _summary("memory/reserved", "max")),
 }

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from components.data.config import check_data
+from components.data.heldout import held_out_at
+from components.data.shards import ShardError
 from components.optimizers.roles import parameters_by_role
 from components.parallel.apply import MICRO_BATCH
 from components.parallel.compile import conflicts
@@ -160,6 +162,17 @@ def _text(tokenizer: Any, data: Any, validation: Any, training: Any) -> Iterator
         validation_sources=labels if validation.enable else (),
         validation_sequences=validation.batches * training.local_batch_size,
     )
+    if validation.enable and len(labels) == len(validation.sources or data.sources):
+        yield from _longer_text(built, data, validation, training)
+
+
+def _longer_text(tokenizer: Any, data: Any, validation: Any, training: Any) -> Iterator[Problem]:
+    try:
+        held_out_at(data, tokenizer, validation, training)
+    except ShardError:
+        return  # that there is no text has been said
+    except ValueError as error:
+        yield Problem(("validation", "lengths"), str(error))
 
 
 CHECKS: tuple[Check, ...] = (  # of the recipe alone

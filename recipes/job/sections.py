@@ -138,10 +138,13 @@ class ValidationSection:
     freq: int = 500  # steps between validations; the last step is always validated
     batches: int = 32  # fixed micro-batches of held-out text of each source, shared by the ranks
     sources: tuple[str, ...] = ()  # labels of [data.sources]; all of them if empty
+    lengths: tuple[int, ...] = ()  # positions a sequence to validate at too, beside [training] seq_len; as many tokens
     prompts: tuple[str, ...] = ()  # continued with each validation, as text in TensorBoard
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "freq", "batches")
+        if any(length < 1 for length in self.lengths):
+            raise ValueError(f"lengths must be at least 1, not {list(self.lengths)}")
 
 
 @dataclass(frozen=True, kw_only=True)

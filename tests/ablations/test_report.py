@@ -6,7 +6,7 @@ import pytest
 
 from recipes import compare
 from recipes.ablate.figures import draw
-from recipes.ablate.measure import common_end, reading
+from recipes.ablate.measure import columns, common_end, reading
 from recipes.ablate.report import Group, Report, markdown, write_report
 from recipes.result import other_recipe, spikes
 from tests.ablations.made import recipe, result, write
@@ -82,6 +82,25 @@ def test_compare_groups_runs_by_recipe_and_refuses_what_is_no_finished_run(tmp_p
         compare.grouped([tmp_path])
     with pytest.raises(ValueError, match="second run of that recipe with seed 1"):
         compare.grouped([*folders, write(tmp_path / "again", result([4.0, 3.0], 1))])
+
+
+def test_the_loss_at_other_lengths_is_a_column_a_length():
+    made = result([4.0, 3.0])
+    made["validations"][-1] |= {"validation/at_8192/loss": 3.25, "validation/at_8192/bpb": 1.0}
+    found = columns(made, ["loss_at", "bpb_at"])
+    assert found == {"held-out loss at length 8192": 3.25, "bits per byte at length 8192": 1.0}
+
+
+def test_times_of_the_optimizer_step_are_columns_by_rank_and_the_slowest_over_the_mean():
+    made = result([4.0, 3.0])
+    made["summary"] |= {f"time/orthogonalising/{rank}": {"median": s} for rank, s in enumerate((0.01, 0.03))}
+    found = columns(made, ["orthogonalising_time", "orthogonalising_balance", "optimizer_time"])
+    assert found == {
+        "orthogonalising, ms, rank 0": 10,
+        "orthogonalising, ms, rank 1": 30,
+        "orthogonalising, slowest rank / mean": 1.5,
+    }
+    assert columns(result([4.0]), ["orthogonalising_balance"]) == {}
 
 
 def test_a_recipe_is_the_same_wherever_it_is_kept():

@@ -26,6 +26,15 @@ def test_the_role_table_counts_tensors_and_parameters():
     assert sum(row[-1] for row in table.values()) == sum(p.numel() for p in model.parameters())
 
 
+def test_measured_steps_tell_how_long_they_took_once():
+    _, optimizer = built()
+    for measure in (True, False, True):
+        optimizer.step(1.0, measure=measure)
+        found = optimizer.seconds()
+        assert (0 < found["orthogonalising"] < found["optimizer"]) == measure
+    assert optimizer.seconds() == {"optimizer": 0, "orthogonalising": 0}
+
+
 def test_an_undeclared_parameter_is_refused():
     model = initialised()
     model.mixer.extra = nn.Parameter(torch.zeros(2))

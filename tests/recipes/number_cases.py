@@ -1,9 +1,11 @@
 """Whole runs on 4 ranks, then 2, then 1, in one folder: each launch compares with what those before it left there."""
 
+import json
 import os
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,6 +72,25 @@ def test_the_last_step_is_saved_and_validated_although_a_multiple_of_neither_int
     assert [line["step"] for line in found if "loss" in line] == list(range(1, 21))
     assert [line["step"] for line in found if "validation/loss" in line] == [13, 20]
     assert sorted(os.listdir(own(folder, "plain") / "checkpoint")) == ["step-16", "step-20", "step-8"]
+
+
+def test_held_out_text_cut_to_other_lengths_is_scored_too(folder: Path):
+    plain(folder)
+    for line in lines(own(folder, "plain")):
+        if "validation/loss" in line:
+            for value in ("loss", "ppl", "bpb"):
+                assert line[f"validation/at_32/{value}"] == pytest.approx(line[f"validation/{value}"], rel=1e-12)
+                assert line[f"validation/at_80/{value}"] > 0
+            assert line["validation/at_80/loss"] != line["validation/loss"]
+
+
+def test_a_logged_step_tells_what_the_optimizer_took_on_every_rank(folder: Path):
+    plain(folder)
+    written = (own(folder, "plain") / "metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, written):
+        if "loss" in line:
+            found = [line[f"time/orthogonalising/{rank}"] for rank in range(dist.get_world_size())]
+            assert all(0 <= s < line[f"time/optimizer/{rank}"] for rank, s in enumerate(found)) and any(found)
 
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit_also_with_loader_threads(folder: Path):
