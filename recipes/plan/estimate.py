@@ -51,7 +51,6 @@ def estimate(job: Job, machine: Machine) -> dict[str, Any]:
         "flops_by_loop": flops_by_loop(config, training.seq_len),
         "cache_residency": cache_residency(job),
         "memory_per_rank": memory_per_rank(job, model, machine.ranks),
-        "compiled": job.compile.enable,
         "ranks": machine.ranks,
         "micro_batches": training.global_batch_size // (training.local_batch_size * machine.ranks),
         "tokens_per_step": training.tokens_per_step,

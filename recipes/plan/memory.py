@@ -3,12 +3,12 @@
 Weights, gradients and optimizer state are counted from the parameters and the optimizers themselves. Activations are
 not a formula: forward and backward run under PyTorch's FakeTensorMode, and a tensor's bytes count from its creation
 until nothing refers to it. So every mode of activation checkpointing, and every new component, is measured as it is.
-The tensors say that they lie on a CPU, since autograd takes CUDA's only where there is a GPU; what CUDA does otherwise
-is put in its place (`norms_of_cuda`, `_run`).
+A compiled part keeps what the compiler's own partition of forward and backward says. The tensors say that they lie on a
+CPU, since autograd takes CUDA's only where there is a GPU; what CUDA does otherwise is put in its place
+(`norms_of_cuda`, `_run`).
 
 What is estimated is the peak of tensors that PyTorch allocates (`torch.cuda.max_memory_allocated`), at the moment of a
-step when it is reached. Left out: the CUDA context, fragmentation, NCCL's buffers, workspaces inside kernels, and what
-compilation fuses away, which is why a compiled run needs less.
+step when it is reached. Left out: the CUDA context, fragmentation, NCCL's buffers and workspaces inside kernels.
 """
 
 import weakref
@@ -30,6 +30,7 @@ from components.data.packing import cu_seqlens_length
 from components.optimizers.roles import build_optimizers, parameters_by_role
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
 from components.parallel.apply import MICRO_BATCH
+from components.parallel.compile import apply_compile
 from components.parallel.plan import exact_parameters
 from components.parameters import logical_path
 from recipes.job import Job
@@ -65,6 +66,11 @@ class LiveBytes(TorchDispatchMode):
         self.live, self.gradients = 0, 0.0
         self.peak = Peak(0, 0.0)
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in ignored)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code runs compiled below it, and only there counts what it keeps."""
+        return True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = _run(function, args, kwargs or {})
@@ -203,6 +209,8 @@ def activations(job: Job, ranks: int = 1) -> StepBytes:
     with FakeTensorMode(), norms_of_cuda():
         model = computing_model(job)
         batch = zeros_batch(training.local_batch_size, training.seq_len, job.data.packing)
+        if job.compile.enable:
+            _compile(job, model, batch)
         tracker = LiveBytes([*model.parameters(), *model.buffers()])
         _count_gradients(job, model, tracker, ranks)
         with tracker:
@@ -210,6 +218,15 @@ def activations(job: Job, ranks: int = 1) -> StepBytes:
             held = tracker.live
             loss.backward()
     return StepBytes(held, tracker.peak)
+
+
+def _compile(job: Job, model: nn.Module, batch: Batch) -> None:
+    """Trace and partition as the run will, without generating code; what the compiler cannot take stays eager."""
+    torch._dynamo.reset()
+    apply_compile(model, job.compile.components, "aot_eager_decomp_partition", on_failure="plain")
+    model(batch).loss_sums.sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def _count_gradients(job: Job, model: nn.Module, tracker: LiveBytes, ranks: int) -> None:

@@ -14,14 +14,13 @@ Plan = dict[str, Any]
 
 def show(plan: Plan, console: Console) -> None:
     """Everything of one plan."""
-    bound = "; less if compiled" if plan["compiled"] else ""
     tables = {
         "stack": _stack(plan),
         "parameters by part": _parts(plan),
         "parameters by role": _roles(plan),
         "training FLOPs a token": _flops(plan),
         "training FLOPs a token by loop": _loops(plan),
-        f"memory of one of {plan['ranks']} ranks (peak of tensors{bound})": _memory(plan),
+        f"memory of one of {plan['ranks']} ranks (peak of tensors)": _memory(plan),
         "the run": _run([plan]),
     }
     if plan["cache_residency"]:
