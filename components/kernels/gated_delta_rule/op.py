@@ -7,8 +7,10 @@ derivatives, and gradients of `cu_seqlens` and `scale`.
 import torch
 from torch import Tensor
 
-from components.kernels.gated_delta_rule import chunk, launch
+from components.kernels.gated_delta_rule import chunk
 from components.kernels.gated_delta_rule.chunk import Inputs
+from components.kernels.gated_delta_rule.forms import choose
+from components.kernels.gated_delta_rule.launch import Launch
 from components.kernels.gated_delta_rule.reference import state_dtype
 
 
@@ -35,8 +37,8 @@ def gated_delta_rule(
     axis is then its length - 1, not B. Raises ValueError for shapes that do not fit.
 
     Inputs are float32, bfloat16, float16 or float64. On a GPU products of bfloat16 and float16 inputs take bfloat16
-    operands, those of float32 three tf32 terms; sums and states are float32. float64, K over 128 and values that do not
-    split into blocks of at most 64 run in PyTorch, which is slow on a GPU.
+    operands, those of float32 three tf32 terms; sums and states are float32. float64 and K over 128 run in PyTorch,
+    which is slow on a GPU.
 
     Source: arXiv 2412.06464, equation 10, in the chunked form of README.md.
     """
@@ -86,83 +88,66 @@ def use_fused(allowed: bool) -> None:
     _fused = allowed
 
 
-def _config(inputs: Inputs) -> launch.Config | None:
-    """How the Triton form runs these inputs, or None where the chunked PyTorch form does."""
+def _form(inputs: Inputs) -> Launch | None:
+    """The Triton form of these inputs, or None where the chunked PyTorch form runs them."""
     if not _fused or inputs.v_BTHV.device.type != "cuda" or inputs.v_BTHV.dtype == torch.float64:
         return None
-    return launch.choose(inputs.q_BTGK.shape[3], inputs.v_BTHV.shape[3])
+    v = inputs.v_BTHV
+    config = choose(inputs.q_BTGK.shape[3], v.shape[3], v.dtype, torch.cuda.get_device_capability(v.device))
+    return None if config is None else config.launch(inputs)
 
 
-@torch.library.custom_op("hymo::gated_delta_rule", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    return_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+# Defined by their schemas: what `torch.library.custom_op` checks at every call takes longer than all our launches.
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens, float scale"
+)
+_FORWARD, _BACKWARD = "hymo::gated_delta_rule", "hymo::gated_delta_rule_backward"
+_TAGS, _DEVICES = (torch.Tag.pt2_compliant_tag,), ("cpu", "cuda")
+torch.library.define(_FORWARD, f"({_INPUTS}, bool return_state) -> (Tensor, Tensor, Tensor)", tags=_TAGS)
+torch.library.define(_BACKWARD, f"(Tensor do, Tensor? dstate, Tensor kept, {_INPUTS}) -> Tensor[]", tags=_TAGS)
+
+
+@torch.library.impl(_FORWARD, _DEVICES)
+def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """o, the final state (empty unless asked for) and the bytes kept for backward."""
-    inputs = Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale)
-    config = _config(inputs)
-    if config is not None:
-        return launch.forward(inputs, config, return_state)
+    inputs, return_state = Inputs(*arguments[:-1]), arguments[-1]
+    form = _form(inputs)
+    if form is not None:
+        return form.forward(return_state)
     o, state = chunk.forward(inputs)
-    return o, state if return_state else state.new_empty(0), v.new_empty(0, dtype=torch.uint8)
+    return o, state if return_state else state.new_empty(0), o.new_empty(0, dtype=torch.uint8)
 
 
-@_forward.register_fake
-def _(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale, return_state):
-    inputs = Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale)
-    config = _config(inputs)
-    documents = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (documents, v.shape[2], q.shape[3], v.shape[3]) if return_state else (0,)
-    kept = 0 if config is None else launch.Launch(inputs, config).saved_bytes()
-    state, buffer = v.new_empty(shape, dtype=state_dtype(v.dtype)), v.new_empty(kept, dtype=torch.uint8)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), state, buffer
+@torch.library.register_fake(_FORWARD)
+def _(*arguments):
+    inputs, return_state = Inputs(*arguments[:-1]), arguments[-1]
+    form, v, starts = _form(inputs), inputs.v_BTHV, inputs.starts_L1
+    documents = v.shape[0] if starts is None else starts.shape[0] - 1
+    shape = (documents, v.shape[2], inputs.q_BTGK.shape[3], v.shape[3]) if return_state else (0,)
+    state = v.new_empty(shape, dtype=state_dtype(v.dtype))
+    kept = v.new_empty(0 if form is None else form.kept_bytes(), dtype=torch.uint8)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state, kept
 
 
-@torch.library.custom_op("hymo::gated_delta_rule_backward", mutates_args=())
-def _backward(
-    do: Tensor,
-    dstate: Tensor | None,
-    kept: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> list[Tensor]:
+@torch.library.impl(_BACKWARD, _DEVICES)
+def _backward(do, dstate, kept, *arguments) -> list[Tensor]:
     """Gradients of q, k, v, a, b, A_log, dt_bias, and of the initial state if there is one."""
-    inputs = Inputs(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale)
-    config = _config(inputs)
-    if config is None:
-        gradients = chunk.backward(inputs, do, dstate)
-    else:
-        gradients = launch.backward(inputs, config, kept, do, dstate)
+    inputs = Inputs(*arguments)
+    form = _form(inputs)
+    gradients = chunk.backward(inputs, do, dstate) if form is None else form.backward(kept, do, dstate)
     return [g for g in gradients if g is not None]
 
 
-@_backward.register_fake
-def _(do, dstate, kept, q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale):
-    like = [q, k, v, a, b, A_log, dt_bias] + ([] if initial_state is None else [initial_state])
+@torch.library.register_fake(_BACKWARD)
+def _(do, dstate, kept, *arguments):
+    like = [x for x in arguments[:8] if x is not None]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, scale, _return_state = inputs
+    *tensors, ctx.scale, _return_state = inputs
     ctx.save_for_backward(output[2], *tensors)
-    ctx.scale = scale
     ctx.set_materialize_grads(False)
 
 
@@ -174,4 +159,4 @@ def _gradients(ctx, do, dstate, _):
     return (*grads[:7], initial, None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)

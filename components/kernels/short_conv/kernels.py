@@ -9,7 +9,10 @@ Shapes: C channels (BC a program), BT tokens a program, W taps. Tap j multiplies
 import triton
 import triton.language as tl
 
+from components.kernels.launcher import Kernel
 
+
+@Kernel
 @triton.jit(do_not_specialize=["tokens", "documents", "steps"])
 def distances(cu, distance, tokens, documents, steps, BLOCK: tl.constexpr):
     """distance[t]: token t's place in its document. Binary search over the starts, `steps` halvings."""
@@ -80,21 +83,12 @@ def _put(y, t, T, C, c, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED: tl.conste
     tl.store(y + t * C + c, z.to(y.dtype.element_ty), mask=(c < C) & (t < T))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T"])
 def forward(
-    x,
-    w,
-    distance,
-    y,
-    T,
-    C,
-    x_stride,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    PACKED: tl.constexpr,
-    SILU: tl.constexpr,
-):
+    x, w, distance, y, T, C, x_stride,
+    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     row, start, c, _ = _place(T, C, BT, BC)
     first = (row * T).to(tl.int64)
     x += first * x_stride
@@ -125,23 +119,12 @@ def _slope(dy, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED: tl.constexpr, SILU
     return dy
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T"])
 def backward(
-    dy,
-    x,
-    w,
-    distance,
-    dx,
-    shares,
-    T,
-    C,
-    x_stride,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    PACKED: tl.constexpr,
-    SILU: tl.constexpr,
-):
+    dy, x, w, distance, dx, shares, T, C, x_stride,
+    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """dx, and each block's share of dw (blocks, 4, C). Walks three tokens past the block: they look back into it."""
     row, start, c, block = _place(T, C, BT, BC)
     first = (row * T).to(tl.int64)
@@ -180,6 +163,7 @@ def backward(
     tl.store(share + 3 * C, dw3, mask=c < C)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["blocks"])
 def reduce_shares(shares, dw, blocks, C, W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr):
     """dw from the blocks' shares, always summed in the same order. One program a tap and BC channels."""

@@ -12,7 +12,7 @@ TOKENS, CHANNELS = 64, 128  # a program's; swept on an H200, see docs/kernels.md
 def forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
     x, w = _even(x), w.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.forward[(_programs(x),)](x, w, _distances(x, cu_seqlens), y, *_sizes(x), **_options(w, cu_seqlens, silu))
+    kernels.forward(_programs(x), x, w, _distances(x, cu_seqlens), y, *_sizes(x), **_options(w, cu_seqlens, silu))
     return y
 
 
@@ -22,10 +22,10 @@ def backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: 
     dx, dw = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w)
     blocks = B * triton.cdiv(T, TOKENS)
     shares = torch.empty(blocks, 4, C, dtype=torch.float32, device=x.device)
-    kernels.backward[(_programs(x),)](
-        dy, x, w, _distances(x, cu_seqlens), dx, shares, *_sizes(x), **_options(w, cu_seqlens, silu)
+    kernels.backward(
+        _programs(x), dy, x, w, _distances(x, cu_seqlens), dx, shares, *_sizes(x), **_options(w, cu_seqlens, silu)
     )
-    kernels.reduce_shares[(W * triton.cdiv(C, 64),)](shares, dw, blocks, C, W=W, ROWS=32, BC=64)
+    kernels.reduce_shares(W * triton.cdiv(C, 64), shares, dw, blocks, C, W=W, ROWS=32, BC=64)
     return dx, dw
 
 
@@ -60,7 +60,7 @@ def _distances(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return x
     tokens, documents = x.shape[0] * x.shape[1], len(cu_seqlens) - 1
     distance = torch.empty(tokens, dtype=torch.int32, device=x.device)
-    kernels.distances[(triton.cdiv(tokens, 128),)](
-        cu_seqlens, distance, tokens, documents, documents.bit_length(), BLOCK=128
+    kernels.distances(
+        triton.cdiv(tokens, 128), cu_seqlens, distance, tokens, documents, documents.bit_length(), BLOCK=128
     )
     return distance

@@ -1,0 +1,157 @@
+"""What the Triton kernels of the gated delta rule share: where documents, segments and chunks lie, gates, helpers.
+
+A sequence is cut into segments of L tokens (for wide heads a segment is a chunk). Tokens are numbered over all rows. A
+document that starts at token t owns the segment slots from t // L + (its number) on, and the chunk slots likewise:
+distinct for all documents, without any prefix sum. Decays are in powers of two.
+
+Shapes: H value heads, K, V widths, C chunk, L segment.
+"""
+
+import triton
+import triton.language as tl
+
+from components.kernels.launcher import Kernel
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FLOOR = tl.constexpr(-80.0)
+EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def document_bounds(document, cu, T, L: tl.constexpr, PACKED: tl.constexpr):
+    """A document's [begin, end) and its first segment slot."""
+    if PACKED:
+        begin = tl.load(cu + document)
+        end = tl.load(cu + document + 1)
+        slot = begin // L + document
+    else:
+        begin = document * T
+        end = begin + T
+        slot = document * tl.cdiv(T, L)
+    return begin, end, slot
+
+
+@triton.jit
+def segment_bounds(slot, cu, slots, T, L: tl.constexpr, PACKED: tl.constexpr):
+    """The segment's [start, stop), its document's number and [begin, end). An unused slot has start > stop."""
+    document = tl.load(slots + slot) if PACKED else slot // tl.cdiv(T, L)
+    begin, end, first = document_bounds(document, cu, T, L, PACKED)
+    start = begin + (slot - first) * L
+    return start, tl.minimum(start + L, end), document, begin, end
+
+
+@Kernel
+@triton.jit(do_not_specialize=["n_slots", "documents", "steps"])
+def find_documents(cu, slots, n_slots, documents, steps, L: tl.constexpr, BLOCK: tl.constexpr):
+    """slots[s]: the last document whose first slot is at or before s. Binary search, `steps` halvings."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), tl.int32)
+    high = tl.zeros((BLOCK,), tl.int32) + documents
+    for _ in range(steps):
+        middle = (low + high) // 2
+        first = tl.load(cu + middle) // L + middle
+        here = (first <= slot) & (middle < documents)
+        low = tl.where(here, middle, low)
+        high = tl.where(here, high, middle)
+    tl.store(slots + slot, low, mask=slot < n_slots)
+
+
+@triton.jit
+def tile(base, token, stride, row, column):
+    """Pointers to a tile: rows `token + row` of what starts at `base`. Offsets within a segment fit 32 bits."""
+    return base + (token + row[:, None]) * stride + column[None, :]
+
+
+@triton.jit
+def dot(x, y, CT: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(x.to(CT), y.to(CT), input_precision=PRECISION)
+
+
+@triton.jit
+def state_pointers(base, state, ov, ok, K: tl.constexpr, V: tl.constexpr):
+    """Where the outside's state number `state`, K by V, keeps the elements of an inside one, V by K."""
+    return base + state.to(tl.int64) * (K * V) + ok[None, :] * V + ov[:, None]
+
+
+@triton.jit
+def load_state(base, state, ov, ok, K: tl.constexpr, V: tl.constexpr, GIVEN: tl.constexpr):
+    """An outside's state as V by K in float32, or zeros where none is given."""
+    if GIVEN:
+        inside = (ov < V)[:, None] & (ok < K)[None, :]
+        return tl.load(state_pointers(base, state, ov, ok, K, V), mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros((ov.shape[0], ok.shape[0]), tl.float32)
+
+
+@triton.jit
+def _log_decay(a, A_log, dt_bias):
+    """log alpha, not below its floor, its slope in a, and itself again; slope and copy are zero on the floor."""
+    x = a + dt_bias
+    e = tl.exp(-tl.abs(x))
+    series = e * (1.0 - e * (0.5 - e * (1.0 / 3.0 - e * 0.25)))  # log(1 + e), whose 1 + e would round a small e away
+    softplus = tl.maximum(x, 0.0) + tl.where(e < 0.02, series, tl.log(1.0 + e))
+    rate = -tl.exp(A_log)
+    g = rate * softplus
+    free = g > FLOOR
+    return tl.maximum(g, FLOOR), tl.where(free, rate * tl.sigmoid(x), 0.0), tl.where(free, g, 0.0)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T"])
+def gates(
+    a, b, A_log, dt_bias, vectors, cu, slots, T, a_stride, b_stride,
+    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and BH heads: G (log2), beta, and for backward g and its slope in a (both zero on the floor)."""
+    pid = tl.program_id(0)
+    h = pid % tl.cdiv(H, BH) * BH + tl.arange(0, BH)
+    part = pid // tl.cdiv(H, BH) % (L // C)
+    start, stop, document, _, _ = segment_bounds(pid // (tl.cdiv(H, BH) * (L // C)), cu, slots, T, L, PACKED)
+    start += part * C
+    if start >= stop:
+        return
+    oc = tl.arange(0, C)
+    inside = (start + oc < stop)[:, None] & (h < H)[None, :]
+    token = start.to(tl.int64)
+    a_CH = tl.load(a + token * a_stride + oc[:, None] * a_stride + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    b_CH = tl.load(b + token * b_stride + oc[:, None] * b_stride + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    A_log_H = tl.load(A_log + h, mask=h < H, other=0.0).to(tl.float32)
+    dt_bias_H = tl.load(dt_bias + h, mask=h < H, other=0.0).to(tl.float32)
+    g, slope, free = _log_decay(a_CH, A_log_H[None, :], dt_bias_H[None, :])
+    G = tl.cumsum(tl.where(inside, g * LOG2E, 0.0), 0)
+    chunk = (start // C + document).to(tl.int64) * H + h
+    vector = vectors + chunk[None, :] * (6 * C) + oc[:, None]
+    stored = (h < H)[None, :]
+    tl.store(vector, G, mask=stored)
+    tl.store(vector + C, tl.where(inside, tl.sigmoid(b_CH), 0.0), mask=stored)
+    tl.store(vector + 4 * C, free, mask=stored)
+    tl.store(vector + 5 * C, slope, mask=stored)
+
+
+@triton.jit
+def chunk_vectors(vectors, chunk, oc, C: tl.constexpr):
+    """G, the whole chunk's decay G_C, 1/|k| and scale/|q|."""
+    vector = vectors + chunk * (6 * C)
+    return tl.load(vector + oc), tl.load(vector + C - 1), tl.load(vector + 2 * C + oc), tl.load(vector + 3 * C + oc)
+
+
+@triton.jit
+def chunk_gates(vectors, chunk, oc, C: tl.constexpr):
+    """g and its slope in a (both zero on the floor), and beta."""
+    vector = vectors + chunk * (6 * C)
+    return tl.load(vector + 4 * C + oc), tl.load(vector + 5 * C + oc), tl.load(vector + C + oc)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["n"])
+def reduce_shares(shares, dA_log, ddt_bias, n, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums n shares of every head, always in the same order. One program a head."""
+    h = tl.program_id(0)
+    first, second = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, n, BLOCK):
+        share = i + tl.arange(0, BLOCK)
+        where = shares + share.to(tl.int64) * H + h
+        first += tl.load(where, mask=share < n, other=0.0)
+        second += tl.load(where + n.to(tl.int64) * H, mask=share < n, other=0.0)
+    tl.store(dA_log + h, tl.sum(first, 0).to(dA_log.dtype.element_ty))
+    tl.store(ddt_bias + h, tl.sum(second, 0).to(ddt_bias.dtype.element_ty))

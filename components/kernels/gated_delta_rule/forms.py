@@ -1,0 +1,38 @@
+"""Which Triton form of the gated delta rule runs which head widths, and with what configuration."""
+
+import torch
+
+from components.kernels.gated_delta_rule.launch_small import SmallHeads
+from components.kernels.gated_delta_rule.launch_wide import WideHeads
+
+HOPPER = (9, 0)  # compute capability; older devices have registers and shared memory for less at once
+EXACT = WideHeads(block=32, output_stages=1, sweep_stages=1, query_stages=1, key_stages=1)  # tiles of float32
+
+
+def choose(
+    K: int, V: int, dtype: torch.dtype = torch.bfloat16, capability: tuple[int, int] = HOPPER
+) -> SmallHeads | WideHeads | None:
+    """The form for head widths, or None where there is none. It must not depend on B or T: packed documents have to
+    give the bits of separate calls."""
+    if K > 128:
+        return None
+    if max(K, V) <= 32:
+        return SmallHeads() if capability >= HOPPER else SmallHeads(recompute_stages=1, gradient_stages=1)
+    if dtype == torch.float32:
+        return EXACT
+    return _wide_on_hopper(K, V) if capability >= HOPPER else _wide_before_hopper(K)
+
+
+def _wide_on_hopper(K: int, V: int) -> WideHeads:
+    if K > 64 and V % 128 == 0:
+        return WideHeads(sweep_block=128, sweep_warps=8, output_stages=2, sweep_stages=1, query_stages=2, key_stages=2)
+    return WideHeads()
+
+
+def _wide_before_hopper(K: int) -> WideHeads:
+    if K > 64:
+        return WideHeads(
+            chunk=32, block=32, sweep_block=32, sweep_warps=8, chunk_warps=8,
+            output_stages=2, sweep_stages=2, query_stages=1, key_stages=1,
+        )  # fmt: skip
+    return WideHeads(chunk=32, block=32, output_stages=2, sweep_stages=2, query_stages=2, key_stages=2)

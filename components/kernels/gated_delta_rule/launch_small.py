@@ -1,0 +1,121 @@
+"""The kernels of small_heads.py, host side."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from components.kernels.gated_delta_rule import small_heads as kernels
+from components.kernels.gated_delta_rule.chunk import Inputs
+from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given
+
+
+@dataclass(frozen=True)
+class SmallHeads:
+    """Tokens a chunk and a segment; for each kernel, how many chunks its loop holds at once (stages; 1 loads nothing
+    ahead). Every program is one warp."""
+
+    chunk: int = 16
+    segment: int = 320
+    chunks_per_program: int = 4
+    matrix_stages: int = 2
+    summary_stages: int = 3
+    scan_stages: int = 3
+    output_stages: int = 3
+    reverse_stages: int = 3
+    recompute_stages: int = 3
+    gradient_stages: int = 2
+
+    def launch(self, x: Inputs) -> Launch:
+        return SmallHeadsLaunch(x, self)
+
+
+class SmallHeadsLaunch(Launch):
+    """Forward keeps T and P (chunk slots, H, 2, C, C), vectors (chunk slots, H, 6, C), and of every token // L the
+    state that crosses it (H, V, K) and the M of the segment before it (H, K, K)."""
+
+    def __init__(self, x: Inputs, config: SmallHeads):
+        super().__init__(x, config.chunk, config.segment)
+        self.config = config
+        self.BV = max(16, triton.next_power_of_2(self.V))
+        self.n_carried = max(1, self.tokens // self.L)
+        self.inverse_dtype = tl.float32 if self.exact else tl.float16
+        self.scans = {
+            "H": self.H, "BK": self.BK, "BV": self.BV, "L": self.L, "PACKED": self.packed,
+            "STAGES": config.scan_stages, "num_warps": 1,
+        }  # fmt: skip
+        self.sizes = {
+            "H": self.H, "GROUP": self.H // self.x.q_BTGK.shape[2], "K": self.K, "BK": self.BK,
+            "C": self.C, "L": self.L, "PACKED": self.packed, **self.numbers, "num_warps": 1,
+        }  # fmt: skip
+        self.values = {"V": self.V, "BV": self.BV}
+        self.over_slots = self.n_slots * self.H
+
+    def kept(self) -> Sizes:
+        chunks, carried = self.n_chunks * self.H, self.n_carried * self.H
+        return [
+            (chunks * 2 * self.C * self.C, self.compute_dtype),
+            (chunks * 6 * self.C, torch.float32),
+            (carried * self.BV * self.BK, torch.float32),
+            (carried * self.BK * self.BK, torch.float32),
+        ]
+
+    def forward(self, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+        x, config, slots = self.x, self.config, self.slots()
+        buffer = self.new(self.kept_bytes(), dtype=torch.uint8)
+        TP, vectors, states, M = self.kept_in(buffer)
+        o, final = self.new_outputs(return_state)
+        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
+        has_initial, where = x.initial_state_LHKV is not None, (self.starts, slots, self.T)
+        self.gates(vectors, slots)
+        parts = self.L // (self.C * config.chunks_per_program)
+        kernels.chunk_matrices(
+            self.over_slots * parts, q, k, TP, vectors, *where, x.scale, q.stride(1), k.stride(1), **self.sizes,
+            LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
+            STAGES=config.matrix_stages,
+        )  # fmt: skip
+        kernels.segment_summaries(
+            self.over_slots, k, v, TP, vectors, states, M, *where, k.stride(1), v.stride(1),
+            **self.sizes, **self.values, STAGES=config.summary_stages,
+        )  # fmt: skip
+        kernels.scan_forward(
+            self.documents * self.H, states, M, initial, self.starts, self.T,
+            **self.scans, K=self.K, V=self.V, INITIAL=has_initial,
+        )  # fmt: skip
+        kernels.outputs(
+            self.over_slots, q, k, v, TP, vectors, states, initial, o, final, *where,
+            q.stride(1), k.stride(1), v.stride(1),
+            **self.sizes, **self.values, INITIAL=has_initial, FINAL=return_state, STAGES=config.output_stages,
+        )  # fmt: skip
+        return o, final, buffer
+
+    def backward(self, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
+        x, config, slots = self.x, self.config, self.slots()
+        TP, vectors, states, M = self.kept_in(buffer)
+        q, k, v, do = x.q_BTGK, x.k_BTGK, x.v_BTHV, do_BTHV.contiguous()
+        initial, dfinal, where = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do), (self.starts, slots, self.T)
+        ends = {"INITIAL": x.initial_state_LHKV is not None, "FINAL": dfinal_LHKV is not None}
+        chunks = self.n_chunks * self.H
+        R, scratch, q_dot, shares = self.new_pieces([
+            (states.numel(), torch.float32),
+            (chunks * self.BV * (self.BK + self.C), self.compute_dtype),
+            (chunks * self.C, torch.float32),
+            (2 * self.n_slots * self.H, torch.float32),
+        ])  # fmt: skip
+        kernels.segment_gradients(
+            self.over_slots, q, k, do, TP, vectors, R, dfinal, *where, q.stride(1), k.stride(1),
+            **self.sizes, **self.values, FINAL=ends["FINAL"], STAGES=config.reverse_stages,
+        )  # fmt: skip
+        kernels.scan_backward(self.documents * self.H, R, M, self.starts, self.T, **self.scans)
+        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients()
+        dinitial = None if x.initial_state_LHKV is None else torch.empty_like(initial)
+        kernels.gradients(
+            self.over_slots, q, k, v, do, do, TP, TP, vectors, states, initial, R, dfinal, scratch, q_dot,
+            dq, dk, dv, da, db, shares, given(dinitial, do), *where, x.scale,
+            q.stride(1), k.stride(1), v.stride(1), self.n_slots, **self.sizes, **self.values, **ends,
+            STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages,
+        )  # fmt: skip
+        self.reduce_shares(shares, dA_log, ddt_bias)
+        return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial

@@ -1,0 +1,115 @@
+"""The kernels of wide_heads.py, host side."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from components.kernels.gated_delta_rule import wide_heads as kernels
+from components.kernels.gated_delta_rule.chunk import Inputs
+from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given
+
+
+@dataclass(frozen=True)
+class WideHeads:
+    """Tokens a chunk; values a block, in the kernels that walk a sequence (sweep_block) and in the others; how many
+    steps each loop holds at once (stages; 1 loads nothing ahead); warps of a program."""
+
+    chunk: int = 64
+    block: int = 64
+    sweep_block: int = 64
+    output_stages: int = 3
+    sweep_stages: int = 2
+    query_stages: int = 3
+    key_stages: int = 3
+    sweep_warps: int = 4
+    chunk_warps: int = 4
+
+    def launch(self, x: Inputs) -> Launch:
+        return WideHeadsLaunch(x, self)
+
+
+class WideHeadsLaunch(Launch):
+    """Forward keeps of every chunk slot and head T, P (2, C, C), vectors (6, C), M (K, K), keys and queries (C, K)."""
+
+    def __init__(self, x: Inputs, config: WideHeads):
+        super().__init__(x, config.chunk, config.chunk)
+        self.config = config
+        self.BK = max(self.BK, self.C)
+        self.inverse_dtype = tl.float32 if self.exact else tl.float16
+        self.sizes = {
+            "H": self.H, "K": self.K, "BK": self.BK, "C": self.C, "PACKED": self.packed, **self.numbers,
+        }  # fmt: skip
+        self.heads = {"GROUP": self.H // self.x.q_BTGK.shape[2]}
+        blocks = triton.cdiv(self.V, config.sweep_block)
+        self.values = {"V": self.V, "BV": config.block, "BLOCKS": blocks * config.sweep_block // config.block}
+        self.swept = {"V": self.V, "BV": config.sweep_block, "BLOCKS": blocks}
+        self.over_chunks, self.over_sequences = self.n_slots * self.H, self.documents * self.H * self.swept["BLOCKS"]
+
+    def kept(self) -> Sizes:
+        chunks, C, BK = self.n_chunks * self.H, self.C, self.BK
+        return [
+            (chunks * 2 * C * C, self.compute_dtype),
+            (chunks * 6 * C, torch.float32),
+            (chunks * BK * BK, self.compute_dtype),
+            (chunks * C * BK, self.compute_dtype),
+            (chunks * C * BK, self.compute_dtype),
+        ]
+
+    def forward(self, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+        x, config, slots = self.x, self.config, self.slots()
+        buffer = self.new(self.kept_bytes(), dtype=torch.uint8)
+        TP, vectors, M, keys, queries = self.kept_in(buffer)
+        values = self.new(self.n_chunks * self.H * self.C * self.C, dtype=self.compute_dtype)
+        o, final = self.new_outputs(return_state)
+        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
+        self.gates(vectors, slots)
+        kernels.chunk_maps(
+            self.over_chunks, q, k, TP, vectors, M, keys, queries, values, self.starts, slots, self.T, x.scale,
+            q.stride(1), k.stride(1), **self.sizes, **self.heads, LEVELS=self.C.bit_length() - 1, IT=self.inverse_dtype,
+            num_warps=config.chunk_warps,
+        )  # fmt: skip
+        kernels.outputs(
+            self.over_sequences, v, M, keys, queries, values, vectors, initial, o, final, self.starts, self.T,
+            v.stride(1), **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None, FINAL=return_state,
+            STAGES=config.output_stages, num_warps=config.sweep_warps,
+        )  # fmt: skip
+        return o, final, buffer
+
+    def backward(self, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
+        x, config, slots = self.x, self.config, self.slots()
+        TP, vectors, M, keys, queries = self.kept_in(buffer)
+        chunks = self.n_chunks * self.H
+        states, dstates, dPD, sums, shares = self.new_pieces([
+            (chunks * self.values["BLOCKS"] * self.values["BV"] * self.BK, self.compute_dtype),
+            (chunks * self.values["BLOCKS"] * self.values["BV"] * self.BK, self.compute_dtype),
+            (chunks * self.C * self.C, self.compute_dtype),
+            (chunks * self.C, torch.float32),
+            (2 * self.n_slots * self.H, torch.float32),
+        ])  # fmt: skip
+        q, k, v, do = x.q_BTGK, x.k_BTGK, x.v_BTHV, do_BTHV.contiguous()
+        initial, dfinal = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do)
+        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients()
+        dinitial = None if x.initial_state_LHKV is None else torch.empty_like(initial)
+        walk = {"STAGES": config.sweep_stages, "num_warps": config.sweep_warps, **self.sizes, **self.swept}
+        kernels.states_before(
+            self.over_sequences, v, M, keys, vectors, initial, states, self.starts, self.T, v.stride(1),
+            **walk, INITIAL=dinitial is not None,
+        )  # fmt: skip
+        kernels.state_gradients_after(
+            self.over_sequences, do, M, queries, vectors, dfinal, dstates, given(dinitial, do), self.starts, self.T,
+            **walk, INITIAL=dinitial is not None, FINAL=dfinal_LHKV is not None,
+        )  # fmt: skip
+        where, sizes = (self.starts, slots, self.T), {**self.sizes, **self.heads, **self.values}
+        kernels.query_gradients(
+            self.over_chunks, q, k, v, do, TP, vectors, states, dv, dPD, sums, dq, *where, x.scale,
+            q.stride(1), k.stride(1), v.stride(1), **sizes, STAGES=config.query_stages, num_warps=config.chunk_warps,
+        )  # fmt: skip
+        kernels.key_gradients(
+            self.over_chunks, q, k, do, TP, vectors, states, dstates, dPD, sums, dk, dv, da, db, shares, *where,
+            q.stride(1), k.stride(1), self.n_slots, **sizes, STAGES=config.key_stages, num_warps=config.chunk_warps,
+        )  # fmt: skip
+        self.reduce_shares(shares, dA_log, ddt_bias)
+        return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial
