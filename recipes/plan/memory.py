@@ -120,8 +120,6 @@ class _RmsNorm(torch.autograd.Function):
 
 def _run(function: Any, args: tuple, kwargs: dict) -> Any:
     """The function, or what stands in for it."""
-    if _only_bf16(function, args):
-        return _grouped_mm(*args, **kwargs)
     if function.namespace != "hymo":
         return function(*args, **kwargs)
     # What an op of ours keeps for backward depends on the device: its rule for shapes is asked about CUDA tensors.
@@ -131,15 +129,6 @@ def _run(function: Any, args: tuple, kwargs: dict) -> Any:
 
 def _like(x: Tensor, device: str) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-
-
-def _only_bf16(function: Any, args: tuple) -> bool:
-    """PyTorch's rule for the shape of a grouped product, which stands in for the product here, refuses fp32."""
-    return function is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32
-
-
-def _grouped_mm(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
-    return torch.ops.aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *rest, **options).float()
 
 
 def footprint(job: Job) -> Footprint:

@@ -60,6 +60,11 @@ def test_a_recorded_micro_batch_gives_bitwise_what_its_launches_give():
     same(gradients(WHOLE, steps=2), gradients(ZERO1, steps=2), rtol=0)
 
 
+def test_a_recorded_micro_batch_with_experts_in_fp32_gives_bitwise_what_its_launches_give():
+    exact = {"moe_mixed_precision": {"enable": False}}
+    same(gradients({**WHOLE, **exact}, steps=2), gradients({**ZERO1, **exact}, steps=2), rtol=0)
+
+
 def test_recordings_see_the_weights_and_routing_biases_that_the_optimizer_left():
     expected = gradients({}, steps=2)
     for plan in (RECORDED, WHOLE):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from components.kernels.grouped_gemm import eager, launch
 from components.kernels.swiglu.op import swiglu
 
 
@@ -32,29 +33,55 @@ def mixture_of_swiglu(
     return (y_NKD.to(weight_NK.dtype) * weight_NK[..., None]).sum(1).to(x_ND.dtype)
 
 
-def grouped_mm(rows_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """rows[ends[e−1]:ends[e]] @ weight[e] for every e, (M, O). ends_E int32, its last value M."""
-    if rows_MI.dtype == torch.bfloat16:
-        return F.grouped_mm(rows_MI, weight_EIO, offs=ends_E)
-    if rows_MI.dtype == torch.float32:
-        return _untraced(rows_MI, weight_EIO, ends_E)
-    return _padded_bmm(rows_MI, weight_EIO, ends_E)
+def grouped_mm(rows_MP: Tensor, weight_EPQ: Tensor, ends_E: Tensor) -> Tensor:
+    """rows[ends[e−1]:ends[e]] @ weight[e] for every e, (M, Q), summed in fp32 at least. ends_E int32, its last value M.
+
+    In bf16 PyTorch's own; its fp32 form waits for `ends` on the host, so other dtypes take ours. Differentiable once
+    there. Products of fp32 numbers on CUDA are exact or TF32, as `torch.backends.cuda.matmul.allow_tf32` says.
+    """
+    if rows_MP.dtype == torch.bfloat16:
+        return F.grouped_mm(rows_MP, weight_EPQ, offs=ends_E)
+    return torch.ops.hymo.grouped_product(rows_MP, weight_EPQ, ends_E)
 
 
-@torch.compiler.disable  # the rule by which the compiler infers a grouped product's shape refuses fp32
-def _untraced(rows_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    return F.grouped_mm(rows_MI, weight_EIO, offs=ends_E)
+def _form(rows: Tensor):
+    """The Triton form for fp32 on a GPU, else PyTorch's."""
+    return launch if rows.is_cuda and rows.dtype == torch.float32 else eager
 
 
-def _padded_bmm(rows_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """The same as one batched product over groups padded to the largest, for dtypes that `F.grouped_mm` lacks.
-    Waits for the largest group's size."""
-    sizes = ends_E.diff(prepend=ends_E.new_zeros(1))
-    expert = torch.repeat_interleave(torch.arange(len(ends_E), device=ends_E.device), sizes)
-    place = torch.arange(len(rows_MI), device=ends_E.device) - (ends_E - sizes)[expert]
-    padded = rows_MI.new_zeros(len(ends_E), int(sizes.max()), rows_MI.shape[1])
-    padded = padded.index_put((expert, place), rows_MI)
-    return torch.bmm(padded, weight_EIO)[expert, place]
+@torch.library.custom_op("hymo::grouped_product", mutates_args=())
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _form(rows).product(rows, weight, ends)
+
+
+@_product.register_fake
+def _(rows, weight, ends):
+    return rows.new_empty(len(rows), weight.shape[2])
+
+
+@torch.library.custom_op("hymo::grouped_product_weight_gradient", mutates_args=())
+def _weight_gradient(rows: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    return _form(rows).weight_gradient(rows, dy, ends)
+
+
+@_weight_gradient.register_fake
+def _(rows, dy, ends):
+    return rows.new_empty(len(ends), rows.shape[1], dy.shape[1])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx, dy: Tensor):
+    rows, weight, ends = ctx.saved_tensors
+    needs_rows, needs_weight, _ = ctx.needs_input_grad
+    drows = torch.ops.hymo.grouped_product(dy, weight.mT, ends) if needs_rows else None
+    dweight = torch.ops.hymo.grouped_product_weight_gradient(rows, dy, ends) if needs_weight else None
+    return drows, dweight, None
+
+
+_product.register_autograd(_gradients, setup_context=_setup_context)
 
 
 class _Permute(torch.autograd.Function):
