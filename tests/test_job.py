@@ -53,10 +53,19 @@ def test_every_recipe_of_a_whole_model_is_valid():
         assert job(str(path)).training.steps > 0, path
 
 
-@pytest.mark.parametrize("overlay", sorted(p.stem for p in (RECIPES / "scales").glob("*.toml")))
-@pytest.mark.parametrize("name", ["hymo_primary", "hymo_small", "hymo_large"])
-def test_every_overlay_fits_every_hymo_recipe(name, overlay):
-    assert job(str(RECIPES / f"{name}.toml"), "--job.overlay", str(RECIPES / "scales" / f"{overlay}.toml"))
+OVERLAYS = sorted(p.stem for p in (RECIPES / "scales").glob("*.toml"))
+CHIMERA_SIZES, SWARM_SIZES = ([name for name in OVERLAYS if name.startswith(family)] for family in ("chimera", "swarm"))
+FITTING = {
+    ("hymo_primary", "hymo_small", "hymo_large"): sorted({*OVERLAYS} - {*CHIMERA_SIZES, *SWARM_SIZES}),
+    ("chimera_510m", "chimera_279m", "chimera_1_1b", "chimera_1b_v2", "uffn_640", "uffn_640_ghost"): CHIMERA_SIZES,
+    ("swarm_blackwell_v2", "swarm_blackwell_v1", "swarm_354m", "swarm_spark"): SWARM_SIZES,
+}
+
+
+@pytest.mark.parametrize(("names", "overlay"), [(names, o) for names, overlays in FITTING.items() for o in overlays])
+def test_every_overlay_fits_every_recipe_of_its_family(names, overlay):
+    for name in names:
+        assert job(str(RECIPES / f"{name}.toml"), "--job.overlay", str(RECIPES / "scales" / f"{overlay}.toml")), name
 
 
 def test_a_flag_goes_before_the_file_and_the_file_before_the_default(recipe):
@@ -94,6 +103,17 @@ def test_overlays_lie_over_the_root_and_below_the_children(recipe):
     found = job("grandchild.toml", "--job.overlay", "first.toml", "--job.overlay=second.toml")
     assert (found.training.steps, found.training.seq_len, found.training.max_norm) == (5, 32, 6.0)
     assert found.job.overlay == ("first.toml", "second.toml")
+
+
+def test_overlays_that_recipes_name_lie_below_those_of_the_command_line(recipe):
+    recipe("[training]\nsteps = 1\nseq_len = 16\nmax_norm = 1.0\n", "first.toml", base=None)
+    recipe("[training]\nsteps = 2\nseq_len = 32\n", "second.toml", base=None)
+    recipe("[training]\nsteps = 3\n", "third.toml", base=None)
+    recipe('overlays = ["first.toml"]\n', "child.toml")
+    recipe('overlays = ["second.toml"]\ntraining.max_norm = 4.0\n', "grandchild.toml", base="child.toml")
+    found = job("grandchild.toml", "--job.overlay", "third.toml")
+    assert (found.training.steps, found.training.seq_len, found.training.max_norm) == (3, 32, 4.0)
+    assert (found.job.overlay, found.job.dump_folder) == (("third.toml",), "outputs/grandchild-third")
 
 
 def test_a_child_that_renames_a_part_means_the_same_under_an_overlay_that_edits_the_part(recipe):
@@ -330,6 +350,12 @@ def test_a_missing_parent_names_its_child_and_the_nearest_file(recipe):
     recipe("", "hymo.toml")
     [line] = told(recipe("", base="hymo_.toml"))
     assert line == 'x.toml [base]: cannot read hymo_.toml (No such file or directory). Did you mean "hymo.toml"?'
+
+
+def test_overlays_that_are_no_list_or_not_there_are_told_with_the_recipe_that_names_them(recipe):
+    assert told(recipe('overlays = "a.toml"\n')) == ["x.toml [overlays]: must be a list of file names, not 'a.toml'"]
+    [line] = told(recipe('overlays = ["a.toml"]\n'))
+    assert line.startswith("x.toml [overlays]: cannot read a.toml (No such file or directory).")
 
 
 def test_a_circle_of_parents_is_shown(recipe):

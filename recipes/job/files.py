@@ -1,8 +1,9 @@
 """Recipe files to one table: parents, overlays and their order, with the origin of every value.
 
 The rule, for a child over its parent as for an overlay: a table that states `name` starts afresh, one that does not
-edits what is there; lists are replaced whole. Order: root recipe, overlays, then each child down to the recipe asked
-for, so that a child that renames a part at full size still means the same at proxy size.
+edits what is there; lists are replaced whole. Order: root recipe, overlays (those that recipes name, then those asked
+for), then each child down to the recipe asked for, so that a child that renames a part at full size still means the
+same at proxy size.
 """
 
 import os
@@ -66,46 +67,56 @@ def _forget(origins: dict[Path, str], path: Path) -> None:
 
 def read_layers(config_file: str, overlays: Iterable[str]) -> list[Layer]:
     """The recipe's root, the overlays, then its children in order. RecipeError where a file cannot be used."""
-    root, *children = _ancestry(config_file)
-    return [root, *(_read_overlay(o) for o in overlays), *children]
+    (root, *children), named = _ancestry(config_file)
+    return [root, *named, *(_read_overlay(o, None) for o in overlays), *children]
 
 
-def _ancestry(config_file: str) -> list[Layer]:
-    """The recipe and its parents, root first. A parent's path is relative to its child's folder."""
+def _ancestry(config_file: str) -> tuple[list[Layer], list[Layer]]:
+    """The recipe and its parents, root first, and the overlays that they name, in that order too."""
     chain: list[Layer] = []
+    named: list[Layer] = []
     path, child = config_file, None
     while path is not None:
         if display(path) in (seen := [layer.origin for layer in chain]):
             circle = " -> ".join([*seen, display(path)])
             raise RecipeError([Problem(("base",), f"parents form a circle: {circle}; remove one base", child)])
-        table = _read(path, child)
-        base = table.pop("base", None)
-        chain.append(Layer(display(path), table))
-        if base is not None and not isinstance(base, str):
-            raise RecipeError(
-                [Problem(("base",), f'must be one file name, such as "hymo.toml", not {base!r}', chain[-1].origin)]
-            )
-        path, child = base and os.path.join(os.path.dirname(path), base), chain[-1].origin
-    return chain[::-1]
+        table = _read(path, ("base",), child)
+        child, folder = display(path), os.path.dirname(path)
+        base, overlays = _links(table, child)
+        named = [_read_overlay(os.path.join(folder, name), child) for name in overlays] + named
+        chain.append(Layer(child, table))
+        path = base and os.path.join(folder, base)
+    return chain[::-1], named
 
 
-def _read_overlay(path: str) -> Layer:
-    layer = Layer(display(path), _read(path, None))
-    if "base" in layer.table:
-        raise RecipeError(
-            [Problem(("base",), "an overlay has no parent; it is laid over the root recipe", layer.origin)]
-        )
+def _links(table: dict[str, Any], origin: str) -> tuple[str | None, list[str]]:
+    """Takes out of a recipe's table its parent and its overlays: paths relative to the recipe's folder."""
+    base, overlays = table.pop("base", None), table.pop("overlays", [])
+    if base is not None and not isinstance(base, str):
+        raise RecipeError([Problem(("base",), f'must be one file name, such as "hymo.toml", not {base!r}', origin)])
+    if not isinstance(overlays, list) or not all(isinstance(name, str) for name in overlays):
+        raise RecipeError([Problem(("overlays",), f"must be a list of file names, not {overlays!r}", origin)])
+    return base, overlays
+
+
+def _read_overlay(path: str, recipe: str | None) -> Layer:
+    """`recipe` is the one that names it; None: the command line."""
+    layer = Layer(display(path), _read(path, ("overlays",), recipe))
+    for key in ("base", "overlays"):
+        if key in layer.table:
+            message = "an overlay has no parent and no overlays; it is laid over the root recipe"
+            raise RecipeError([Problem((key,), message, layer.origin)])
     return layer
 
 
-def _read(path: str, child: str | None) -> dict[str, Any]:
-    """The table of a file. `child` is the recipe that names it as its parent, for the message if it is not there."""
+def _read(path: str, key: Path, recipe: str | None) -> dict[str, Any]:
+    """The table of a file. `recipe` is the one that names it under `key`, for the message if it is not there."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
         message = f"cannot read {display(path)} ({error.strerror}).{_near_file(path)}"
-        raise RecipeError([Problem(("base",) if child else (), message, child or COMMAND_LINE)]) from None
+        raise RecipeError([Problem(key if recipe else (), message, recipe or COMMAND_LINE)]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError([Problem((), f"not valid TOML: {error}", display(path))]) from None
 

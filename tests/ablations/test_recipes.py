@@ -23,10 +23,15 @@ from tests.ranks import REPOSITORY
 NAMES = sorted(f.parent.name for f in (REPOSITORY / FAMILIES).glob("*/family.toml"))
 VARIANTS = [(family, variant) for family in NAMES for variant in read_family(family).variants]
 SCALES = {"full": (), "proxy": ("proxy",), "debug": ("debug",)}
+PREFIXES = {"hymo_primary": "", "chimera_510m": "chimera_", "swarm_blackwell_v2": "swarm_"}
 
 
-def of_hymo(family: str) -> bool:
-    return "hymo_primary" in read_family(family).reference
+def scales(family: str) -> list[tuple[str, ...]]:
+    """The overlays of each size that the family's recipes have: the debug family has one."""
+    root = Path(read_family(family).reference).stem
+    return [
+        tuple(PREFIXES[root] + o for o in overlays) for overlays in SCALES.values() if root in PREFIXES or not overlays
+    ]
 
 
 def sections(family: str, variant: str, *overlays: str) -> dict[str, Any]:
@@ -50,10 +55,27 @@ def test_a_variant_is_its_parent_and_a_change_and_loads_at_every_scale(family, v
     file = REPOSITORY / read_family(family).recipe(variant)
     stated = tomllib.loads(file.read_text())
     assert "base" in stated and "job" not in stated and len(file.read_text().splitlines()) <= 26
-    assert not run_checks(sections(family, variant), needs_data=False, ranks=1)
-    for overlays in SCALES.values() if of_hymo(family) else [()]:
-        mine = to_table(Job(**sections(family, variant, *overlays)))
-        assert differences(reference(family, *overlays), mine), "the variant changes nothing"
+    for overlays in scales(family):
+        mine = sections(family, variant, *overlays)
+        wrong = run_checks(mine, needs_data=False, ranks=1)
+        assert not wrong or (family == "f_data" and overlays == ("debug",)), (
+            wrong
+        )  # the debug scale brings its own text
+        assert built(mine["model"]) == parameters(mine["model"].config)[0]
+        assert differences(reference(family, *overlays), to_table(Job(**mine))), "the variant changes nothing"
+
+
+@pytest.mark.parametrize("family", ["a_experts", "j_chimera", "j_swarm"])
+def test_a_proxy_has_50_to_70_million_active_parameters(family):
+    full, proxy, debug = (parameters(sections(family, REFERENCE, *o)["model"].config) for o in scales(family))
+    assert full[1] > 200e6 and 50e6 < proxy[1] < 70e6 and debug[1] < 1e6
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_what_is_for_a_cpu_neither_compiles_nor_records(family):
+    """Also where the recipe at full size does both."""
+    found = sections(family, REFERENCE, *scales(family)[-1])
+    assert not found["compile"].enable and not found["cuda_graph"].enable and found["training"].dtype == "float32"
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -69,10 +91,8 @@ def test_a_family_states_its_claim_and_asks_for_columns_that_exist(family):
 )
 def test_experts_everywhere_have_the_sizes_of_the_design(variant, stored, active):
     model = sections("a_experts", variant)["model"]
-    with torch.device("meta"):
-        built = sum(parameter.numel() for parameter in model.build().parameters())
     found = parameters(model.config)
-    assert found[0] == built
+    assert found[0] == built(model)
     digits = 0 if stored == 3656 else 1
     assert (round(found[0] / 1e6, digits), round(found[1] / 1e6, digits)) == (stored, active)
 
@@ -93,6 +113,12 @@ def at(scale: str) -> list[str]:
 
 def model(recipe: dict[str, Any]) -> Any:
     return registry.parse_component("model", recipe["model"]).config
+
+
+def built(component: Any) -> int:
+    """Parameters of the module itself."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in component.build().parameters())
 
 
 def parameters(config: Any) -> tuple[int, int]:
