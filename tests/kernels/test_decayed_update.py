@@ -5,6 +5,7 @@ import torch
 
 from components.kernels.decayed_update.op import DecayedUpdate
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernel runs on either
 EVEN, UNEVEN = [(4, 8), (2, 16), (64, 80)], [(5, 7), (1, 3), (70, 100)]
 
 
@@ -16,30 +17,20 @@ def expected(weights, update, lr, decay, cautious):
         yield w - lr * (u + decay * kept * w)
 
 
-def check(shapes, dtype, decay, cautious, method, device="cpu"):
-    weights = [torch.randn(shape, device=device) for shape in shapes]
-    update = DecayedUpdate([w.numel() for w in weights])
-    for _ in range(2):  # the second time with tensors that lie elsewhere
-        weights = [w.clone() for w in weights]
-        flat = torch.randn(sum(w.numel() for w in weights), device=device).to(dtype)
-        wanted = list(expected(weights, flat, 0.1, decay, cautious))
-        getattr(update, method)(weights, flat, 0.1, decay, cautious)
-        for w, other in zip(weights, wanted, strict=True):
-            torch.testing.assert_close(w.double(), other, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("shapes", [EVEN, UNEVEN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decay, cautious", [(0.0, False), (0.3, False), (0.3, True)])
 @pytest.mark.parametrize("method", ["__call__", "launch"])
 def test_weights_move_against_the_update_and_decay_as_the_equation_says(shapes, dtype, decay, cautious, method):
-    check(shapes, dtype, decay, cautious, method)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shapes", [EVEN, UNEVEN])
-def test_weights_move_as_the_equation_says_on_the_gpu(shapes):
-    check(shapes, torch.bfloat16, 0.3, True, "launch", "cuda")
+    weights = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    update = DecayedUpdate([w.numel() for w in weights])
+    for _ in range(2):  # the second time with tensors that lie elsewhere
+        weights = [w.clone() for w in weights]
+        flat = torch.randn(sum(w.numel() for w in weights), device=DEVICE).to(dtype)
+        wanted = list(expected(weights, flat, 0.1, decay, cautious))
+        getattr(update, method)(weights, flat, 0.1, decay, cautious)
+        for w, other in zip(weights, wanted, strict=True):
+            torch.testing.assert_close(w.double(), other, rtol=1e-6, atol=1e-6)
 
 
 def test_no_tensors_are_left_alone():

@@ -6,6 +6,7 @@ import torch
 from components.kernels.swiglu import op
 from components.kernels.swiglu.reference import swiglu_reference
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels run on either
 SHAPES = [(3, 5, 16), (1, 2), (9, 514)]  # leading axes free; less than a tile, and parts of several
 
 
@@ -27,21 +28,24 @@ def test_the_op_gives_autograds_outputs_and_gradients(shape):
         torch.testing.assert_close(found, wanted)
 
 
+DTYPES = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_triton_form_gives_the_same(shape):
-    check_triton(shape, torch.float32, "cpu", 1e-6)
+def test_the_triton_form_gives_the_same(shape, dtype, tolerance):
+    check_triton(shape, dtype, tolerance)
 
 
+@DTYPES
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [*SHAPES, (32768, 4608)])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_the_triton_form_gives_the_same_on_the_gpu(shape, dtype, tolerance):
-    check_triton(shape, dtype, "cuda", tolerance)
+def test_the_triton_form_gives_the_same_at_the_primarys_size(dtype, tolerance):
+    check_triton((32768, 4608), dtype, tolerance)
 
 
-def check_triton(shape, dtype, device, tolerance):
-    gate_up = torch.randn(shape, dtype=dtype, device=device)
-    dy = torch.randn(*shape[:-1], shape[-1] // 2, dtype=dtype, device=device)
+def check_triton(shape, dtype, tolerance):
+    gate_up = torch.randn(shape, dtype=dtype, device=DEVICE)
+    dy = torch.randn(*shape[:-1], shape[-1] // 2, dtype=dtype, device=DEVICE)
     wanted = outputs_and_gradient(swiglu_reference, gate_up, dy)
     for found, expected in zip((op.launch_forward(gate_up), op.launch_backward(dy, gate_up)), wanted, strict=True):
         assert (found.double() - expected).norm() <= tolerance * expected.norm()
