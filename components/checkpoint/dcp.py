@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from components.parameters import LogicalView
 
 Views = dict[str, LogicalView]
+FILES = 4  # that a rank writes at once
 
 
 class CheckpointError(ValueError):
@@ -37,7 +38,7 @@ def write(folder: Path, views: Views, group: dist.ProcessGroup) -> None:
     with _one_sentence(folder, "written"):
         torch_dcp.save(
             dict(views),
-            storage_writer=torch_dcp.FileSystemWriter(folder),
+            storage_writer=torch_dcp.FileSystemWriter(folder, thread_count=FILES),
             planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )

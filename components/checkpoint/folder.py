@@ -1,7 +1,7 @@
 """One checkpoint on disk, `step-N/`, and what makes it count: a marker written last.
 
     values.json                what is no tensor; written first
-    __R_0.distcp, .metadata    torch.distributed.checkpoint: the tensors
+    __R_N.distcp, .metadata    torch.distributed.checkpoint: the tensors
     COMPLETE                   JSON: format version, step, whether it was the best so far, size and SHA-256 of each file
 
 A folder without a marker is the remains of a save that was interrupted, or another program's. The marker appears in
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,7 +90,10 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def file_facts(folder: Path, names: Iterable[str]) -> FileFacts:
-    return {name: ((folder / name).stat().st_size, _sha256(folder / name)) for name in names}
+    names = list(names)
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda name: _sha256(folder / name), names)
+        return {name: ((folder / name).stat().st_size, digest) for name, digest in zip(names, digests, strict=True)}
 
 
 def damage(folder: Path, facts: FileFacts) -> str | None:
