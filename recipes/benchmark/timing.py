@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-SPIN = 4_000_000  # GPU cycles of waiting before each timed call, so that its launches are queued when it starts
+SPIN = 24_000_000  # GPU cycles of waiting (12 ms) before each timed call: its launches are queued when it starts
 LAUNCHES = ("Launch", "Memcpy", "Memset")  # in the names of the driver's and the runtime's calls that start work
 
 
@@ -51,15 +51,16 @@ def gpu_time(calls: list[Callable], seconds: float) -> float:
 
 
 def wall_time(calls: list[Callable], seconds: float) -> float:
-    """Median ms of one call alone, from an idle GPU to an idle GPU."""
+    """Median ms of a call among others that follow at once: the device's work or the host's, whichever is longer."""
     warm(calls)
-    started, times = time.perf_counter(), []
-    while len(times) < 9 or time.perf_counter() - started < seconds:
-        begin = time.perf_counter()
-        calls[len(times) % len(calls)]()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
+    started, watch = time.perf_counter(), Stopwatch(torch.device("cuda"))
+    watch.mark()
+    for call in itertools.cycle(calls):
+        call()
+        watch.mark()
+        if time.perf_counter() - started > seconds:
+            break
+    return statistics.median(watch.laps())
 
 
 def warm(calls: list[Callable]) -> None:

@@ -1,5 +1,7 @@
 """Which Triton form of the gated delta rule runs which head widths, and with what configuration."""
 
+import functools
+
 import torch
 
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
@@ -7,6 +9,12 @@ from components.kernels.gated_delta_rule.launch_wide import WideHeads
 
 HOPPER = (9, 0)  # compute capability; older devices have registers and shared memory for less at once
 EXACT = WideHeads(block=32, output_stages=1, sweep_stages=1, query_stages=1, key_stages=1)  # tiles of float32
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Its compute capability; Hopper's where there is no such device, as in estimates made without one."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
 
 
 def choose(
@@ -24,9 +32,10 @@ def choose(
 
 
 def _wide_on_hopper(K: int, V: int) -> WideHeads:
-    if K > 64 and V % 128 == 0:
-        return WideHeads(sweep_block=128, sweep_warps=8, output_stages=2, sweep_stages=1, query_stages=2, key_stages=2)
-    return WideHeads()
+    if K <= 64:
+        return WideHeads()
+    walk = {"sweep_block": 128, "sweep_warps": 8, "sweep_stages": 1} if V % 128 == 0 else {}
+    return WideHeads(**walk, output_stages=2, query_stages=2, key_stages=2)
 
 
 def _wide_before_hopper(K: int) -> WideHeads:

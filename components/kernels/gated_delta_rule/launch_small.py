@@ -40,7 +40,7 @@ class SmallHeadsLaunch(Launch):
         super().__init__(x, config.chunk, config.segment)
         self.config = config
         self.BV = max(16, triton.next_power_of_2(self.V))
-        self.n_carried = max(1, self.tokens // self.L)
+        self.n_carried = self.tokens // self.L
         self.inverse_dtype = tl.float32 if self.exact else tl.float16
         self.scans = {
             "H": self.H, "BK": self.BK, "BV": self.BV, "L": self.L, "PACKED": self.packed,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from components.kernels.gated_delta_rule import chunk
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.forms import choose
+from components.kernels.gated_delta_rule.forms import capability_of, choose
 from components.kernels.gated_delta_rule.launch import Launch
 from components.kernels.gated_delta_rule.reference import state_dtype
 
@@ -93,7 +93,7 @@ def _form(inputs: Inputs) -> Launch | None:
     if not _fused or inputs.v_BTHV.device.type != "cuda" or inputs.v_BTHV.dtype == torch.float64:
         return None
     v = inputs.v_BTHV
-    config = choose(inputs.q_BTGK.shape[3], v.shape[3], v.dtype, torch.cuda.get_device_capability(v.device))
+    config = choose(inputs.q_BTGK.shape[3], v.shape[3], v.dtype, capability_of(v.device))
     return None if config is None else config.launch(inputs)
 
 
