@@ -7,7 +7,6 @@ backward lies in one buffer, the op's third output.
 from abc import ABC, abstractmethod
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,12 +25,12 @@ class Launch(ABC):
         self.C, self.L = C, L
         self.B, self.T, self.H, self.V = x.v_BTHV.shape
         self.K = x.q_BTGK.shape[3]
-        self.BK = max(16, triton.next_power_of_2(self.K))
+        self.BK = padded(self.K)
         self.packed = x.starts_L1 is not None
         self.documents = len(x.starts_L1) - 1 if self.packed else self.B
         self.tokens = self.B * self.T
         self.n_chunks = self.tokens // C + self.documents
-        self.n_slots = self.tokens // L + self.documents if self.packed else self.B * -(-self.T // L)
+        self.n_slots = self.tokens // L + self.documents if self.packed else self.B * ceil_div(self.T, L)
         self.exact = x.v_BTHV.dtype == torch.float32
         self.compute_dtype = torch.float32 if self.exact else torch.bfloat16
         self.numbers = {
@@ -84,15 +83,15 @@ class Launch(ABC):
             return self.x.v_BTHV
         slots = self.new(self.n_slots, dtype=torch.int32)
         common.find_documents(
-            triton.cdiv(self.n_slots, 128), self.x.starts_L1, slots, self.n_slots, self.documents,
+            ceil_div(self.n_slots, 128), self.x.starts_L1, slots, self.n_slots, self.documents,
             self.documents.bit_length(), L=self.L, BLOCK=128,
         )  # fmt: skip
         return slots
 
     def gates(self, vectors: Tensor, slots: Tensor) -> None:
-        x, BH = self.x, min(16, triton.next_power_of_2(self.H))
+        x, BH = self.x, 16
         common.gates(
-            self.n_slots * (self.L // self.C) * triton.cdiv(self.H, BH),
+            self.n_slots * (self.L // self.C) * ceil_div(self.H, BH),
             x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, vectors, self.starts, slots, self.T,
             x.a_BTH.stride(1), x.b_BTH.stride(1),
             H=self.H, BH=BH, C=self.C, L=self.L, PACKED=self.packed, num_warps=1,
@@ -106,6 +105,15 @@ class Launch(ABC):
         if d_BTHK.shape == like_BTGK.shape:
             return d_BTHK
         return d_BTHK.unflatten(2, (like_BTGK.shape[2], -1)).sum(3).to(like_BTGK.dtype)
+
+
+def ceil_div(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def padded(width: int) -> int:
+    """The power of two that holds `width` elements, at least 16: what a tile of a product takes."""
+    return max(16, 1 << (int(width) - 1).bit_length())
 
 
 def given(x: Tensor | None, other: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from components.kernels.gated_delta_rule import small_heads as kernels
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given
+from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given, padded
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class SmallHeadsLaunch(Launch):
     def __init__(self, x: Inputs, config: SmallHeads):
         super().__init__(x, config.chunk, config.segment)
         self.config = config
-        self.BV = max(16, triton.next_power_of_2(self.V))
+        self.BV = padded(self.V)
         self.n_carried = self.tokens // self.L
         self.inverse_dtype = tl.float32 if self.exact else tl.float16
         self.scans = {

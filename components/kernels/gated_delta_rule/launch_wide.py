@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from components.kernels.gated_delta_rule import wide_heads as kernels
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given
+from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, ceil_div, given
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class WideHeadsLaunch(Launch):
             "H": self.H, "K": self.K, "BK": self.BK, "C": self.C, "PACKED": self.packed, **self.numbers,
         }  # fmt: skip
         self.heads = {"GROUP": self.H // self.x.q_BTGK.shape[2]}
-        blocks = triton.cdiv(self.V, config.sweep_block)
+        blocks = ceil_div(self.V, config.sweep_block)
         self.values = {"V": self.V, "BV": config.block, "BLOCKS": blocks * config.sweep_block // config.block}
         self.swept = {"V": self.V, "BV": config.sweep_block, "BLOCKS": blocks}
         self.over_chunks, self.over_sequences = self.n_slots * self.H, self.documents * self.H * self.swept["BLOCKS"]

@@ -52,6 +52,18 @@ def _token(x, t, low, high, stride, c, C):
 
 
 @triton.jit
+def _taps(w, c, C, W: tl.constexpr):
+    return _tap(w, c, 0, C, W), _tap(w, c, 1, C, W), _tap(w, c, 2, C, W), _tap(w, c, 3, C, W)
+
+
+@triton.jit
+def _before(x, t, T, stride, c, C):
+    """The three tokens before t, zero before the row's first."""
+    x1, x2 = _token(x, t - 1, 0, T, stride, c, C), _token(x, t - 2, 0, T, stride, c, C)
+    return x1, x2, _token(x, t - 3, 0, T, stride, c, C)
+
+
+@triton.jit
 def _distance(distance, t, T, PACKED: tl.constexpr):
     if PACKED:
         return tl.load(distance + t, mask=t < T, other=0)
@@ -94,10 +106,8 @@ def forward(
     x += first * x_stride
     y += first * C
     distance += first
-    w0, w1, w2, w3 = _tap(w, c, 0, C, W), _tap(w, c, 1, C, W), _tap(w, c, 2, C, W), _tap(w, c, 3, C, W)
-    x1 = _token(x, start - 1, 0, T, x_stride, c, C)
-    x2 = _token(x, start - 2, 0, T, x_stride, c, C)
-    x3 = _token(x, start - 3, 0, T, x_stride, c, C)
+    w0, w1, w2, w3 = _taps(w, c, C, W)
+    x1, x2, x3 = _before(x, start, T, x_stride, c, C)
     for i in range(0, BT, 4):
         t = start + i
         a, b = _token(x, t, 0, T, x_stride, c, C), _token(x, t + 1, 0, T, x_stride, c, C)
@@ -133,10 +143,8 @@ def backward(
     dx += first * C
     distance += first
     stop = tl.minimum(start + BT, T)
-    w0, w1, w2, w3 = _tap(w, c, 0, C, W), _tap(w, c, 1, C, W), _tap(w, c, 2, C, W), _tap(w, c, 3, C, W)
-    x1 = _token(x, start - 1, 0, T, x_stride, c, C)
-    x2 = _token(x, start - 2, 0, T, x_stride, c, C)
-    x3 = _token(x, start - 3, 0, T, x_stride, c, C)
+    w0, w1, w2, w3 = _taps(w, c, C, W)
+    x1, x2, x3 = _before(x, start, T, x_stride, c, C)
     dw0, dw1, dw2, dw3 = (tl.zeros((BC,), tl.float32),) * 4
     one, two, three = (tl.zeros((BC,), tl.float32),) * 3  # what has come for the inputs 1, 2, 3 tokens back
     x0, dy0 = _token(x, start, 0, T, x_stride, c, C), _token(dy, start, 0, T, C, c, C)

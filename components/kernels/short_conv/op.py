@@ -84,7 +84,15 @@ def _in_triton(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype != torch.float64
 
 
-@torch.library.custom_op("hymo::short_conv", mutates_args=())
+# Defined by their schemas: what `torch.library.custom_op` checks at every call takes longer than our launches.
+_FORWARD, _BACKWARD = "hymo::short_conv", "hymo::short_conv_backward"
+_TAGS, _DEVICES = (torch.Tag.pt2_compliant_tag,), ("cpu", "cuda")
+_INPUTS = "Tensor x, Tensor w, Tensor? cu_seqlens, bool silu"
+torch.library.define(_FORWARD, f"({_INPUTS}) -> Tensor", tags=_TAGS)
+torch.library.define(_BACKWARD, f"(Tensor dy, {_INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
+
+
+@torch.library.impl(_FORWARD, _DEVICES)
 def _forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
     if _in_triton(x):
         return launch.forward(x, w, cu_seqlens, silu)
@@ -93,12 +101,12 @@ def _forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Ten
     return (F.silu(z) if silu else z).to(x.dtype)
 
 
-@_forward.register_fake
+@torch.library.register_fake(_FORWARD)
 def _(x, w, cu_seqlens, silu):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hymo::short_conv_backward", mutates_args=())
+@torch.library.impl(_BACKWARD, _DEVICES)
 def _backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
     if _in_triton(x):
         return launch.backward(dy, x, w, cu_seqlens, silu)
@@ -117,7 +125,7 @@ def _backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu:
     return dx.to(x.dtype), dw.to(w.dtype)
 
 
-@_backward.register_fake
+@torch.library.register_fake(_BACKWARD)
 def _(dy, x, w, cu_seqlens, silu):
     return tuple(torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, w))
 
@@ -132,4 +140,4 @@ def _gradients(ctx, dy):
     return dx, dw, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)
