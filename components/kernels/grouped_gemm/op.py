@@ -2,7 +2,8 @@
 
 Choices are sorted by expert (stable, so in batch order within an expert), each expert's rows then lie together and
 one grouped product serves all experts. Rows go out and come back by a permutation and its inverse, so nothing is
-accumulated atomically: results repeat bit for bit. Shapes: N tokens, K choices a token, E experts, D width, F hidden.
+accumulated atomically: results repeat bit for bit. Shapes: N tokens, K choices a token, E experts, D width, F hidden;
+of one grouped product M rows (N·K), P and Q widths in and out.
 
 Left out on purpose: capacity. A dropped choice is one of weight 0 (see `deepseek_moe`).
 """
