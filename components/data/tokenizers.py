@@ -198,6 +198,16 @@ def read_ranks(path: str, remedy: str = "train one with `python -m recipes.train
     return ranks
 
 
+class FixedVocabulary:
+    """A config whose `vocab_size` is its default: a recipe may state it, not change it."""
+
+    vocab_size: int
+
+    def __post_init__(self):
+        if self.vocab_size != (right := type(self).vocab_size):
+            raise ValueError(f"vocab_size must be {right}, not {self.vocab_size}; change it here and in [model]")
+
+
 class HymoTokenizer(RankTokenizer):
     """Special ids first (0 end, 1 begin, 2 padding, chat and think marks, spares), then the words."""
 
@@ -224,12 +234,9 @@ class HymoBpe64k(HymoTokenizer):
     SPECIAL_IDS = 256
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(FixedVocabulary):
         path: str = f"{BUNDLED}/hymo_64k.tiktoken"  # rank file with 64,000 words; the bundled one by default
         vocab_size: int = 64_256  # words and special ids; must equal the model's
-
-        def __post_init__(self):
-            _exactly("hymo_bpe_64k", self.vocab_size, 64_256)
 
 
 @register("tokenizer", "hymo_bpe_4k")
@@ -239,12 +246,9 @@ class HymoBpe4k(HymoTokenizer):
     SPECIAL_IDS = 16
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(FixedVocabulary):
         path: str = f"{BUNDLED}/hymo_4k.tiktoken"  # rank file with 4,080 words; the bundled one by default
         vocab_size: int = 4_096  # words and special ids; must equal the model's
-
-        def __post_init__(self):
-            _exactly("hymo_bpe_4k", self.vocab_size, 4_096)
 
 
 @register("tokenizer", "qwen", example={"path": "data/qwen.tiktoken"})
@@ -254,12 +258,9 @@ class Qwen(RankTokenizer):
     WORDS = 151_643
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(FixedVocabulary):
         path: str  # Qwen's rank file, usually named qwen.tiktoken
         vocab_size: int = 151_936  # padded size; must equal the model's
-
-        def __post_init__(self):
-            _exactly("qwen", self.vocab_size, 151_936)
 
     @classmethod
     def _layout(cls, config: Config) -> Layout:
@@ -337,11 +338,6 @@ class TokenizerJson(Tokenizer):
     def hash(self) -> str:
         content = json.dumps([json.loads(self._tokenizer.to_str()), self.vocab_size], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _exactly(name: str, vocab_size: int, right: int) -> None:
-    if vocab_size != right:
-        raise ValueError(f"vocab_size of {name} is {right}, not {vocab_size}; change it here and in [model]")
 
 
 def _fits(path: str, vocab_size: int, needed: int) -> None:

@@ -9,6 +9,7 @@ training loop, with counts summed over micro-batches and ranks. So checkpointing
 count a token that was not trained. The loader makes no padding, so every token of a batch counts.
 """
 
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -142,12 +143,29 @@ def _mixture(x_ND: Tensor, w13_EDF: Tensor, w2_EFD: Tensor, *routing: Tensor) ->
     return mixture_of_swiglu(x_ND.to(w13_EDF.dtype), w13_EDF, w2_EFD, *routing).to(x_ND.dtype)
 
 
+class ExpertsConfig(ABC):
+    """What routed experts cost, and where their grouped products work."""
+
+    @abstractmethod
+    def active_parameters(self, dim: int) -> int:
+        """Those that a token passes, the router's included."""
+
+    def flops(self, dim: int, seq_len: int) -> dict[str, float]:
+        return {"matmul": 2.0 * self.active_parameters(dim)}
+
+    def check(self, dim: int) -> str | None:
+        """Why these experts cannot work at width `dim`, or None."""
+        if dim % ROW_MULTIPLE:
+            return f"dim = {dim} must be a multiple of {ROW_MULTIPLE} for grouped products"
+        return None
+
+
 @register("ffn", "deepseek_moe", example={"experts": 4, "shared": 1, "top_k": 2, "hidden": 16})
 class DeepSeekMoE(nn.Module):
     """Top-k routed and shared SwiGLU experts; load balanced by a selection bias instead of an auxiliary loss."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(ExpertsConfig):
         experts: int  # routed experts E
         shared: int = 1  # experts that every token passes through
         top_k: int = 2  # routed experts a token passes through
@@ -176,15 +194,6 @@ class DeepSeekMoE(nn.Module):
 
         def active_parameters(self, dim: int) -> int:
             return (self.top_k + self.shared) * self._expert(dim) + self.experts * dim
-
-        def flops(self, dim: int, seq_len: int) -> dict[str, float]:
-            return {"matmul": 2.0 * self.active_parameters(dim)}
-
-        def check(self, dim: int) -> str | None:
-            """Why these experts cannot work at width `dim`, or None."""
-            if dim % ROW_MULTIPLE:
-                return f"dim = {dim} must be a multiple of {ROW_MULTIPLE} for grouped products"
-            return None
 
     def __init__(self, config: Config, *, dim: int, branches: int):
         super().__init__()

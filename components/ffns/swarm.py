@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from components.ffns.deepseek_moe import Experts, Router, choice_counts
-from components.ffns.swiglu import ROW_MULTIPLE
+from components.ffns.deepseek_moe import Experts, ExpertsConfig, Router, choice_counts
 from components.interfaces import BALANCE_LOSS, Aux, Context
 from components.layers.initial import residual_std
 from registry import register
@@ -41,7 +40,7 @@ class Swarm(nn.Module):
     """Top-k softmax routing into a pool of SwiGLU experts, which layers may share."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(ExpertsConfig):
         experts: int  # experts E of the pool
         top_k: int = 2  # experts a token passes through in each layer
         hidden: int  # width of each expert; rounded down to a multiple of 16
@@ -76,15 +75,6 @@ class Swarm(nn.Module):
             """Stored and active parameters of a shared pool that a token passes `passes` times. It chooses anew each
             time, so it meets up to top_k experts each time."""
             return self.experts * self._expert(dim), min(self.experts, passes * self.top_k) * self._expert(dim)
-
-        def flops(self, dim: int, seq_len: int) -> dict[str, float]:
-            return {"matmul": 2.0 * self.active_parameters(dim)}
-
-        def check(self, dim: int) -> str | None:
-            """Why these experts cannot work at width `dim`, or None."""
-            if dim % ROW_MULTIPLE:
-                return f"dim = {dim} must be a multiple of {ROW_MULTIPLE} for grouped products"
-            return None
 
     def __init__(self, config: Config, *, dim: int, branches: int, pool: Pool | None = None):
         super().__init__()

@@ -21,7 +21,7 @@ from components.layers.folded import split_last
 from components.layers.initial import LINEAR_STD, residual_std
 from components.layers.norm import RMSNorm
 from components.mixers.cache import RecurrentCache
-from components.mixers.recurrence import Recurrence, convolve, new_recurrent_cache
+from components.mixers.recurrence import Recurrence, RecurrentConfig, convolve, new_recurrent_cache
 from components.parameters import Role, normal, rows, uniform, whole
 from registry import register
 
@@ -31,7 +31,7 @@ class GatedDeltaNet(nn.Module):
     """Gated delta rule with separate queries, keys and values, each convolved, and a gated norm."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(RecurrentConfig):
         heads: int  # heads H
         key_dim: int  # width K of a query or key head
         expand_v: int = 2  # width of a value head, over K
@@ -54,24 +54,17 @@ class GatedDeltaNet(nn.Module):
             keys = self.heads * self.key_dim
             return {"q": keys, "k": keys, "v": self.heads * self.value_dim}
 
-        def _matmul_parameters(self, dim: int) -> int:
+        @property
+        def state_HKV(self) -> tuple[int, int, int]:
+            return (self.heads, self.key_dim, self.value_dim)
+
+        def matmul_parameters(self, dim: int) -> int:
             gate_and_out = 2 * self.heads * self.value_dim
             return dim * (sum(self.widths.values()) + gate_and_out + 2 * self.heads)
 
         def parameters(self, dim: int) -> int:
             convolutions = self.conv_width * sum(self.widths.values())
-            return self._matmul_parameters(dim) + convolutions + 2 * self.heads + self.value_dim
-
-        def active_parameters(self, dim: int) -> int:
-            return self.parameters(dim)
-
-        def flops(self, dim: int, seq_len: int) -> dict[str, float]:
-            state = 6.0 * self.heads * self.key_dim * self.value_dim  # S k, the rank-1 update, S q
-            return {"matmul": 2.0 * self._matmul_parameters(dim), "recurrence": state}
-
-        def cache_numbers(self) -> int:
-            """Numbers a token that decoding keeps: none, the state does not grow."""
-            return 0
+            return self.matmul_parameters(dim) + convolutions + 2 * self.heads + self.value_dim
 
     def __init__(self, config: Config, *, dim: int, layer: int, branches: int):
         super().__init__()
@@ -108,5 +101,4 @@ class GatedDeltaNet(nn.Module):
         return F.linear(self.norm(o_BTHV).flatten(2) * F.silu(F.linear(x_BTD, self.gate)), self.out), {}
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RecurrentCache:
-        c = self.config
-        return new_recurrent_cache(batch, (c.heads, c.key_dim, c.value_dim), self.conv, dtype, device)
+        return new_recurrent_cache(batch, self.config.state_HKV, self.conv, dtype, device)

@@ -23,7 +23,7 @@ from components.layers.initial import LINEAR_STD, residual_std
 from components.layers.norm import RMSNorm
 from components.layers.rotary import angles_in, rotate
 from components.mixers.cache import RecurrentCache
-from components.mixers.recurrence import Recurrence, convolve, new_recurrent_cache
+from components.mixers.recurrence import Recurrence, RecurrentConfig, convolve, new_recurrent_cache
 from components.parameters import Role, normal, rows, uniform, whole
 from registry import register
 
@@ -33,7 +33,7 @@ class HymoGDN(nn.Module):
     """Gated delta rule over one convolved stream, with a gated norm, a D skip and a linear skip of the input."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(RecurrentConfig):
         inner: int  # width I of the stream u, heads × head_dim
         head_dim: int = 32  # value width V of a head
         state_dim: int = 32  # key width K of a head
@@ -75,24 +75,17 @@ class HymoGDN(nn.Module):
         def rotation(self) -> tuple[int, float] | None:
             return (self.rotary_dim, self.rope_theta) if self.rope else None
 
-        def _matmul_parameters(self, dim: int) -> int:
+        @property
+        def state_HKV(self) -> tuple[int, int, int]:
+            return (self.heads, self.state_dim, self.head_dim)
+
+        def matmul_parameters(self, dim: int) -> int:
             into = self.inner + (dim if self.skip else 0)
             from_u = 2 * self.heads * self.state_dim + self.inner + 2 * self.heads
             return dim * into + self.inner * from_u + self.inner * dim
 
         def parameters(self, dim: int) -> int:
-            return self._matmul_parameters(dim) + self.inner * self.conv_width + 3 * self.heads + self.head_dim
-
-        def active_parameters(self, dim: int) -> int:
-            return self.parameters(dim)
-
-        def flops(self, dim: int, seq_len: int) -> dict[str, float]:
-            state = 6.0 * self.heads * self.state_dim * self.head_dim  # S k, the rank-1 update, S q
-            return {"matmul": 2.0 * self._matmul_parameters(dim), "recurrence": state}
-
-        def cache_numbers(self) -> int:
-            """Numbers a token that decoding keeps: none, the state does not grow."""
-            return 0
+            return self.matmul_parameters(dim) + self.inner * self.conv_width + 3 * self.heads + self.head_dim
 
     def __init__(self, config: Config, *, dim: int, layer: int, branches: int):
         super().__init__()
@@ -144,8 +137,7 @@ class HymoGDN(nn.Module):
         return rotate(q, angles), rotate(k, angles), v
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RecurrentCache:
-        c = self.config
-        return new_recurrent_cache(batch, (c.heads, c.state_dim, c.head_dim), self.conv, dtype, device)
+        return new_recurrent_cache(batch, self.config.state_HKV, self.conv, dtype, device)
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:

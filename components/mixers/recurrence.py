@@ -4,6 +4,8 @@ decode state of both.
 Shapes: B batch, T sequence, C channels, H heads, K key width, V value width, W taps.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,35 @@ from components.parameters import Init, Role, constant, log_uniform, whole
 
 DECAY_HIGH = 16.0  # decay rates A are drawn from (0, 16]
 STEP_RANGE = (0.001, 0.1)  # initial step sizes Δ
+
+
+class RecurrentConfig(ABC):
+    """What a mixer with a recurrence costs."""
+
+    @property
+    @abstractmethod
+    def state_HKV(self) -> tuple[int, int, int]:
+        """Heads, and key and value width of a head."""
+
+    @abstractmethod
+    def matmul_parameters(self, dim: int) -> int:
+        """Of the projections."""
+
+    @abstractmethod
+    def parameters(self, dim: int) -> int:
+        """All of them."""
+
+    def active_parameters(self, dim: int) -> int:
+        return self.parameters(dim)
+
+    def flops(self, dim: int, seq_len: int) -> dict[str, float]:
+        heads, key_dim, value_dim = self.state_HKV
+        state = 6.0 * heads * key_dim * value_dim  # S k, the rank-1 update, S q
+        return {"matmul": 2.0 * self.matmul_parameters(dim), "recurrence": state}
+
+    def cache_numbers(self) -> int:
+        """Numbers a token that decoding keeps: none, the state does not grow."""
+        return 0
 
 
 class Recurrence(nn.Module):
