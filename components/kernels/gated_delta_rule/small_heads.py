@@ -159,6 +159,16 @@ def scan_forward(
 
 
 @triton.jit
+def _load_chunk(q, k, TP, chunk, token, q_stride, k_stride, here, oc, ok, K: tl.constexpr, C: tl.constexpr):
+    """A chunk's queries and keys (C by K), raw, and its T and P."""
+    inside = here & (ok < K)[None, :]
+    k_CK = tl.load(tile(k, token, k_stride, oc, ok), mask=inside, other=0.0)
+    q_CK = tl.load(tile(q, token, q_stride, oc, ok), mask=inside, other=0.0)
+    matrices = TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :]
+    return q_CK, k_CK, tl.load(matrices), tl.load(matrices + C * C)
+
+
+@triton.jit
 def _carried(states, t, h, ov, ok, H: tl.constexpr, L: tl.constexpr):
     """Where the state lies that crosses token t, at which a segment other than its document's first begins."""
     BV: tl.constexpr = ov.shape[0]
@@ -203,11 +213,8 @@ def outputs(
     for t in tl.range(start, stop, C, num_stages=STAGES):
         chunk = (t // C + document).to(tl.int64) * H + h
         here = (t + oc < stop)[:, None]
-        k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
-        q_CK = tl.load(tile(q, t - start, q_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
+        q_CK, k_CK, T_CC, P_CC = _load_chunk(q, k, TP, chunk, t - start, q_stride, k_stride, here, oc, ok, K, C)
         v_CV = tl.load(tile(v, t - start, v_stride, oc, ov), mask=here & (ov < V)[None, :], other=0.0)
-        matrices = TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :]
-        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
         G, last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
         E = tl.exp2(G)
         X = tl.trans(v_CV).to(tl.float32) - (E * rk)[None, :] * dot(S, tl.trans(k_CK), CT, PRECISION)
@@ -262,11 +269,8 @@ def segment_gradients(
         t = start + (n - 1 - i) * C
         chunk = (t // C + document).to(tl.int64) * H + h
         here = (t + oc < stop)[:, None]
-        k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
-        q_CK = tl.load(tile(q, t - start, q_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
+        q_CK, k_CK, T_CC, P_CC = _load_chunk(q, k, TP, chunk, t - start, q_stride, k_stride, here, oc, ok, K, C)
         do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here & (ov < V)[None, :], other=0.0)
-        matrices = TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :]
-        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
         G, last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
         E = tl.exp2(G)
         before, query, after = (E * rk)[None, :], (E * rq)[None, :], (tl.exp2(last - G) * rk)[None, :]
@@ -393,12 +397,9 @@ def gradients(
     for t in tl.range(start, stop, C, num_stages=STAGES):
         chunk = (t // C + document).to(tl.int64) * H + h
         here = (t + oc < stop)[:, None]
-        k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=here & inside_K, other=0.0)
+        q_CK, k_CK, T_CC, P_CC = _load_chunk(q, k, TP, chunk, t - start, q_stride, k_stride, here, oc, ok, K, C)
         v_CV = tl.load(tile(v, t - start, v_stride, oc, ov), mask=here & inside_V, other=0.0)
-        q_CK = tl.load(tile(q, t - start, q_stride, oc, ok), mask=here & inside_K, other=0.0)
         do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here & inside_V, other=0.0)
-        matrices = TP + chunk * (2 * C * C) + tile_CC
-        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
         T_again_CC = tl.load(TP_again + chunk * (2 * C * C) + tile_CC)
         G, last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
         tl.store(scratch + chunk * (BV * (BK + C)) + tile_VK, S.to(CT))
@@ -420,12 +421,11 @@ def gradients(
         t = start + (n - 1 - i) * C
         chunk = (t // C + document).to(tl.int64) * H + h
         here = t + oc < stop
-        k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=here[:, None] & inside_K, other=0.0)
-        q_CK = tl.load(tile(q, t - start, q_stride, oc, ok), mask=here[:, None] & inside_K, other=0.0)
+        q_CK, k_CK, T_CC, P_CC = _load_chunk(
+            q, k, TP, chunk, t - start, q_stride, k_stride, here[:, None], oc, ok, K, C
+        )
         do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here[:, None] & inside_V, other=0.0)
         do_again_CV = tl.load(tile(do_again, t - start, H * V, oc, ov), mask=here[:, None] & inside_V, other=0.0)
-        matrices = TP + chunk * (2 * C * C) + tile_CC
-        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
         T_again_CC = tl.load(TP_again + chunk * (2 * C * C) + tile_CC)
         S_VK = tl.load(scratch + chunk * (BV * (BK + C)) + tile_VK)
         X_CV = tl.trans(tl.load(scratch + chunk * (BV * (BK + C)) + BV * BK + tile_VC))

@@ -249,6 +249,16 @@ def query_gradients(
 
 
 @triton.jit
+def _through_inverse(Y, dk, k_CK, G, rk, row, column, CT: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds to dk (C by K) what comes through T, from Y = dX U^T; returns it with dA o A."""
+    YD = tl.where(row > column, Y * -tl.exp2(-tl.abs(G[:, None] - G[None, :])), 0.0)
+    dA_A = YD * dot(k_CK, tl.trans(k_CK), CT, PRECISION) * (rk[:, None] * rk[None, :])
+    dk += dot(YD * rk[None, :], k_CK, CT, PRECISION)
+    dk += dot(tl.trans((YD * rk[:, None]).to(CT)), k_CK, CT, PRECISION)
+    return dk, dA_A
+
+
+@triton.jit
 def _gate_gradients(
     da, db, shares, vectors, chunk, oc, here, dG, last_dG, beta_dbeta, n_slots,
     H: tl.constexpr, C: tl.constexpr,
@@ -312,10 +322,7 @@ def key_gradients(
         dk_CK += dot(dX * -E[:, None], S_VK, CT, PRECISION)
 
     kf = k_CK.to(tl.float32)
-    YD = tl.where(row > column, Y * -tl.exp2(-tl.abs(G[:, None] - G[None, :])), 0.0)
-    dA_A = YD * dot(k_CK, tl.trans(k_CK), CT, PRECISION) * (rk[:, None] * rk[None, :])
-    dk_CK += dot(YD * rk[None, :], k_CK, CT, PRECISION)
-    dk_CK += dot(tl.trans((YD * rk[:, None]).to(CT)), k_CK, CT, PRECISION)
+    dk_CK, dA_A = _through_inverse(Y, dk_CK, k_CK, G, rk, row, column, CT, PRECISION)
     dPD_CC = tl.load(dPD + chunk * (C * C) + row * C + column)
     dk_CK += dot(tl.trans(dPD_CC), q_CK, CT, PRECISION)
     dk_CK = dk_CK * rk[:, None] - kf * (tl.sum(kf * dk_CK, 1) * rk * rk * rk)[:, None]
