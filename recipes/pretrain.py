@@ -120,8 +120,7 @@ def train(job: Job, place: Place, stop: StopRequest) -> Run:
     if place.rank == 0:
         write_resolved(job, job.job.dump_folder)
         banner(run)
-    watch = StepWatch(job.comm.init_timeout_seconds, place.rank)
-    with closing(open_log(run)) as log, closing(watch), profiler(job, place) as trace:
+    with closing(open_log(run)) as log, closing(StepWatch(place)) as watch, profiler(job, place) as trace:
         loop(run, log, watch, trace)
     if place.rank == 0:
         if run.progress.step >= job.training.steps:
@@ -133,11 +132,11 @@ def train(job: Job, place: Place, stop: StopRequest) -> Run:
 def loop(run: Run, log: MetricLog, watch: StepWatch, trace: Profiler) -> None:
     """Steps, and what is due after each, until the last one or until some rank was asked to stop."""
     job, progress, last = run.job, run.progress, run.job.training.steps
-    meter = Meter(run)
+    meter, limit = Meter(run), job.comm.init_timeout_seconds  # of the first step, which compiles
     try:
         while progress.step < last:
-            watch.step(progress.step + 1)
-            step = train_step(run, meter)
+            with watch.step(progress.step + 1, limit):
+                step = train_step(run, meter)
             if logged(run):
                 log.log(progress.step, meter.values(step))
             if run.held_out and due(progress.step, job.validation.freq, last):
@@ -147,8 +146,8 @@ def loop(run: Run, log: MetricLog, watch: StepWatch, trace: Profiler) -> None:
             trace.step(progress.step)
             if step.stop:
                 break
-            set_timeout(job.comm.train_timeout_seconds)
-            watch.step(progress.step, job.comm.train_timeout_seconds)
+            limit = job.comm.train_timeout_seconds
+            set_timeout(limit)
     finally:
         if run.checkpoints:
             run.checkpoints.wait()

@@ -9,6 +9,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -16,6 +18,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+WATCH_INTERVAL = 0.1  # seconds between looks at the clock: a tenth of the shortest limit
 
 
 @dataclass(frozen=True)
@@ -71,34 +75,41 @@ class StepWatch:
     """Says on stderr which rank stands in which step when a step takes longer than its collectives may.
 
     The backends' own messages name neither, and NCCL ends the process from a thread of its own. So a thread here
-    speaks shortly before, with the Python stack of every thread; it ends nothing.
+    speaks shortly before, with the Python stack of every thread; it ends nothing. Between steps, and on a single rank,
+    which waits for nobody, it is silent.
     """
 
-    def __init__(self, seconds: float, rank: int) -> None:
-        self._seconds, self._rank = seconds, rank
-        self._state = (0, time.monotonic())
+    def __init__(self, place: Place) -> None:
+        self._rank = place.rank
+        self._current: tuple[int, float, float] | None = None  # step, its limit in seconds, when it began
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="step-watch", daemon=True)
-        self._thread.start()
+        if place.ranks > 1:
+            self._thread.start()
 
-    def step(self, step: int, seconds: float | None = None) -> None:
-        """Step `step` begins; `seconds` changes the limit."""
-        self._seconds = self._seconds if seconds is None else seconds
-        self._state = (step, time.monotonic())
+    @contextmanager
+    def step(self, step: int, seconds: float) -> Iterator[None]:
+        """Step `step` is made inside; its collectives may take `seconds`."""
+        self._current = (step, seconds, time.monotonic())
+        try:
+            yield
+        finally:
+            self._current = None
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _watch(self) -> None:
         spoken = None
-        while not self._closed.wait(min(1.0, self._seconds / 10)):
-            step, since = self._state
-            if time.monotonic() - since > 0.9 * self._seconds and spoken != step:
+        while not self._closed.wait(WATCH_INTERVAL):
+            step, seconds, began = self._current or (spoken, 0.0, 0.0)
+            if step != spoken and time.monotonic() - began > 0.9 * seconds:
                 spoken = step
                 print(
-                    f"rank {self._rank}: step {step} has not ended in {self._seconds:.0f} s ([comm] timeouts); a rank "
-                    "that does not report this, or stands elsewhere, is the one to look at",
+                    f"rank {self._rank}: step {step} has not ended in {seconds:.0f} s ([comm] timeouts); a rank that "
+                    "does not report this, or stands elsewhere, is the one to look at",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -2,11 +2,12 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 import torch
 
-from components.parallel.process_group import StepWatch, init
+from components.parallel.process_group import Place, StepWatch, init
 from tests.ranks import ENVIRONMENT, REPOSITORY, rank_environment
 
 
@@ -43,9 +44,10 @@ def test_a_plain_python_process_is_a_group_of_one():
 def test_a_rank_that_never_comes_ends_a_collective_within_the_timeout():
     program = (
         "import time; import torch.distributed as dist; from components.parallel import process_group as p\n"
-        "place = p.init(60, 'cpu'); p.set_timeout(2); watch = p.StepWatch(2, place.rank); watch.step(7)\n"
+        "place = p.init(60, 'cpu'); p.set_timeout(2)\n"
         "if place.rank == 1: time.sleep(4); p.shutdown(3)\n"
-        "try: dist.barrier()\n"
+        "try:\n"
+        "    with p.StepWatch(place).step(7, 2): dist.barrier()\n"
         "except RuntimeError: p.shutdown(4)\n"
     )
     statuses, output = ends(2, program)
@@ -53,21 +55,32 @@ def test_a_rank_that_never_comes_ends_a_collective_within_the_timeout():
     assert "rank 0: step 7 has not ended in 2 s" in output
 
 
-def test_the_watch_is_silent_while_steps_end_in_time(capfd):
-    watch = StepWatch(0.4, rank=0)
-    for step in range(6):
-        watch.step(step)
-        time.sleep(0.1)
-    watch.close()
+def place(rank: int, ranks: int) -> Place:
+    return Place(rank, ranks, torch.device("cpu"))
+
+
+def test_the_watch_is_silent_while_steps_end_in_time_however_long_validation_takes(capfd):
+    with closing(StepWatch(place(0, 2))) as watch:
+        for step in range(3):
+            with watch.step(step, 0.4):
+                time.sleep(0.1)
+            time.sleep(0.6)
     assert capfd.readouterr().err == ""
 
 
-def test_the_watch_speaks_once_a_step(capfd):
-    watch = StepWatch(0.2, rank=3)
-    watch.step(12)
-    time.sleep(0.8)
-    watch.close()
-    assert capfd.readouterr().err.count("rank 3: step 12 has not ended") == 1
+def test_the_watch_speaks_once_a_step_that_does_not_end(capfd):
+    with closing(StepWatch(place(3, 4))) as watch:
+        for step in (12, 13):
+            with watch.step(step, 0.2):
+                time.sleep(0.8)
+    said = capfd.readouterr().err
+    assert [said.count(f"rank 3: step {step} has not ended") for step in (12, 13)] == [1, 1]
+
+
+def test_the_watch_is_silent_on_a_single_rank_which_waits_for_nobody(capfd):
+    with closing(StepWatch(place(0, 1))) as watch, watch.step(1, 0.2):
+        time.sleep(0.5)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
