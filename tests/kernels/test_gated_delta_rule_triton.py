@@ -19,7 +19,7 @@ from components.kernels.gated_delta_rule.launch_wide import WideHeads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = SmallHeads(segment=32, chunks_per_program=1)
-WIDE = WideHeads(chunk=16, block=16, sweep_block=16)
+WIDE = WideHeads(chunk=16, sweep_block=16, query_block=16, key_block=16)
 NAMES = ("o", "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "initial_state")
 
 

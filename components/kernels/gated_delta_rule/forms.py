@@ -8,7 +8,9 @@ from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
 
 HOPPER = (9, 0)  # compute capability; older devices have registers and shared memory for less at once
-EXACT = WideHeads(block=32, output_stages=1, sweep_stages=1, query_stages=1, key_stages=1)  # tiles of float32
+EXACT = WideHeads(  # float32: tiles twice as large
+    query_block=32, key_block=32, output_stages=1, sweep_stages=1, query_stages=1, key_stages=1
+)
 
 
 @functools.cache
@@ -41,7 +43,9 @@ def _wide_on_hopper(K: int, V: int) -> WideHeads:
 def _wide_before_hopper(K: int) -> WideHeads:
     if K > 64:
         return WideHeads(
-            chunk=32, block=32, sweep_block=32, sweep_warps=8, chunk_warps=8,
+            chunk=32, sweep_block=32, query_block=32, key_block=32, sweep_warps=8, chunk_warps=8,
             output_stages=2, sweep_stages=2, query_stages=1, key_stages=1,
         )  # fmt: skip
-    return WideHeads(chunk=32, block=32, output_stages=2, sweep_stages=2, query_stages=2, key_stages=2)
+    return WideHeads(
+        chunk=32, query_block=32, key_block=32, output_stages=2, sweep_stages=2, query_stages=2, key_stages=2
+    )

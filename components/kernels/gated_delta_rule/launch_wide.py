@@ -13,12 +13,13 @@ from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes,
 
 @dataclass(frozen=True)
 class WideHeads:
-    """Tokens a chunk; values a block, in the kernels that walk a sequence (sweep_block) and in the others; how many
-    steps each loop holds at once (stages; 1 loads nothing ahead); warps of a program."""
+    """Tokens a chunk; values a block, in the kernels that walk a sequence (sweep_block, a multiple of the others) and
+    in those of a chunk; how many steps each loop holds at once (stages; 1 loads nothing ahead); warps of a program."""
 
     chunk: int = 64
-    block: int = 64
     sweep_block: int = 64
+    query_block: int = 64
+    key_block: int = 64
     output_stages: int = 3
     sweep_stages: int = 2
     query_stages: int = 3
@@ -42,9 +43,11 @@ class WideHeadsLaunch(Launch):
             "H": self.H, "K": self.K, "BK": self.BK, "C": self.C, "PACKED": self.packed, **self.numbers,
         }  # fmt: skip
         self.heads = {"GROUP": self.H // self.x.q_BTGK.shape[2]}
-        blocks = ceil_div(self.V, config.sweep_block)
-        self.values = {"V": self.V, "BV": config.block, "BLOCKS": blocks * config.sweep_block // config.block}
-        self.swept = {"V": self.V, "BV": config.sweep_block, "BLOCKS": blocks}
+        self.rows = ceil_div(self.V, config.sweep_block) * config.sweep_block  # of a state, values with their padding
+        self.swept, self.queried, self.keyed = (
+            {"V": self.V, "BV": block, "BLOCKS": self.rows // block}
+            for block in (config.sweep_block, config.query_block, config.key_block)
+        )
         self.over_chunks, self.over_sequences = self.n_slots * self.H, self.documents * self.H * self.swept["BLOCKS"]
 
     def kept(self) -> Sizes:
@@ -82,8 +85,8 @@ class WideHeadsLaunch(Launch):
         TP, vectors, M, keys, queries = self.kept_in(buffer)
         chunks = self.n_chunks * self.H
         states, dstates, dPD, sums, shares = self.new_pieces([
-            (chunks * self.values["BLOCKS"] * self.values["BV"] * self.BK, self.compute_dtype),
-            (chunks * self.values["BLOCKS"] * self.values["BV"] * self.BK, self.compute_dtype),
+            (chunks * self.rows * self.BK, self.compute_dtype),
+            (chunks * self.rows * self.BK, self.compute_dtype),
             (chunks * self.C * self.C, self.compute_dtype),
             (chunks * self.C, torch.float32),
             (2 * self.n_slots * self.H, torch.float32),
@@ -101,14 +104,14 @@ class WideHeadsLaunch(Launch):
             self.over_sequences, do, M, queries, vectors, dfinal, dstates, given(dinitial, do), self.starts, self.T,
             **walk, INITIAL=dinitial is not None, FINAL=dfinal_LHKV is not None,
         )  # fmt: skip
-        where, sizes = (self.starts, slots, self.T), {**self.sizes, **self.heads, **self.values}
+        where, sizes = (self.starts, slots, self.T), {**self.sizes, **self.heads, "num_warps": config.chunk_warps}
         kernels.query_gradients(
             self.over_chunks, q, k, v, do, TP, vectors, states, dv, dPD, sums, dq, *where, x.scale,
-            q.stride(1), k.stride(1), v.stride(1), **sizes, STAGES=config.query_stages, num_warps=config.chunk_warps,
+            q.stride(1), k.stride(1), v.stride(1), **sizes, **self.queried, STAGES=config.query_stages,
         )  # fmt: skip
         kernels.key_gradients(
             self.over_chunks, q, k, do, TP, vectors, states, dstates, dPD, sums, dk, dv, da, db, shares, *where,
-            q.stride(1), k.stride(1), self.n_slots, **sizes, STAGES=config.key_stages, num_warps=config.chunk_warps,
+            q.stride(1), k.stride(1), self.n_slots, **sizes, **self.keyed, STAGES=config.key_stages,
         )  # fmt: skip
         self.reduce_shares(shares, dA_log, ddt_bias)
         return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial
