@@ -254,7 +254,14 @@ def test_extremes_on_the_gpu(extreme):
 @pytest.mark.gpu
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_extremes_of_wide_heads_on_the_gpu(extreme):
-    check_on_gpu(EXTREMES[extreme](inputs(1, 700, 2, 2, 64, 128, dtype=torch.bfloat16)), out=0.01, grad=0.03)
+    """In bfloat16, where the gates' gradients of extremes cancel to nothing and are only asked to be numbers."""
+    x = EXTREMES[extreme](inputs(1, 700, 2, 2, 64, 128, dtype=torch.bfloat16))
+    do, dstate = upstream(x)
+    found, expected = run(x, do, dstate, choose(64, 128)), exact(x, do, dstate)
+    assert all(y.isfinite().all() for y in found)
+    floor = 0.01 * expected[4].norm()
+    for name, one, other in zip(NAMES[:5], found, expected, strict=False):
+        assert (one.double() - other).norm() <= 0.02 * max(floor, other.norm()), name
 
 
 @pytest.mark.gpu
