@@ -1,0 +1,57 @@
+"""Kernels found again without Triton's look at every argument: on a stand-in for Triton's compiled kernels."""
+
+import pytest
+import torch
+
+from components.kernels.launcher import Kernel
+
+
+class Jitted:
+    """Compiles (counts) like `triton.jit`; what it compiles records the arguments it is launched with."""
+
+    arg_names = ("x", "n", "BLOCK", "WIDE")
+
+    def __init__(self):
+        self.compiled, self.launched = 0, []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*arguments, num_warps, **constants):
+            self.compiled += 1
+            return self
+
+        return compile_and_launch if len(grid) == 1 else lambda *arguments: self.launched.append((grid, arguments))
+
+
+@pytest.fixture
+def jitted():
+    return Jitted()
+
+
+def test_a_kernel_is_compiled_once_and_launched_with_its_constants_in_the_order_of_its_signature(jitted):
+    x, kernel = torch.zeros(64), Kernel(jitted)
+    kernel(4, x, 32, WIDE=True, BLOCK=8)
+    kernel(5, x, 48, WIDE=True, BLOCK=8)
+    assert jitted.compiled == 1
+    assert jitted.launched == [((5, 1, 1), (x, 48, 8, True))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: ((x.half(), 32), {}),
+        lambda x: ((x[1:], 32), {}),
+        lambda x: ((x, 33), {}),
+        lambda x: ((x, 1), {}),
+        lambda x: ((x, 2**40), {}),
+        lambda x: ((x, 32), {"BLOCK": 16}),
+        lambda x: ((x, 32), {"num_warps": 8}),
+    ],
+    ids=["dtype", "alignment of a tensor", "alignment of a number", "one", "64 bits", "constant", "warps"],
+)
+def test_what_triton_specialises_on_compiles_a_kernel_anew(jitted, change):
+    x, kernel = torch.zeros(64), Kernel(jitted)
+    kernel(4, x, 32, BLOCK=8, WIDE=True)
+    arguments, options = change(x)
+    kernel(4, *arguments, **{"BLOCK": 8, "WIDE": True, **options})
+    assert jitted.compiled == 2
+    assert jitted.launched == []
