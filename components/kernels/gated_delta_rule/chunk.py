@@ -84,10 +84,10 @@ class Chunked:
     inverse: Tensor
 
 
-def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """o_BTHV in the dtype of v, and the state after each document, final_state_LHKV."""
+def forward(x: Inputs, return_state: bool = True) -> tuple[Tensor, Tensor | None]:
+    """o_BTHV in the dtype of v, and the state after each document, final_state_LHKV, if asked for."""
     c = _chunk(x)
-    S, U, final = _states(x, c)
+    S, U, final = _states(x, c, return_state)
     o = x.scale * (c.E * (c.q @ S) + (c.QK * c.D) @ U)
     return c.grid.scatter(o, x.v_BTHV), final
 
@@ -95,7 +95,7 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor]:
 def backward(x: Inputs, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, a, b, A_log, dt_bias and the initial state (None without one)."""
     c = _chunk(x)
-    S, U, _ = _states(x, c)
+    S, U, _ = _states(x, c, False)
     dO = c.grid.gather(do_BTHV, S.dtype)
     dX, dr, dS_after, dinitial = _reverse_states(x, c, dO, dfinal_LHKV)
 
@@ -180,48 +180,58 @@ def _chunk(x: Inputs) -> Chunked:
     )
 
 
-def _states(x: Inputs, c: Chunked) -> tuple[Tensor, Tensor, Tensor]:
-    """The state before each chunk (B, H, N, K, V), U (B, H, N, C, V), and the state after each document."""
-    grid, shape = c.grid, (*c.v.shape[:2], c.k.shape[-1], c.v.shape[-1])
-    documents = len(c.v) if x.starts_L1 is None else len(x.starts_L1) - 1
-    final = c.v.new_zeros(documents, *shape[1:]) if x.initial_state_LHKV is None else x.initial_state_LHKV.to(c.v.dtype)
-    initial, final, state = final, final.clone(), c.v.new_zeros(shape)
+def _states(x: Inputs, c: Chunked, return_state: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The state before each chunk (B, H, N, K, V), U (B, H, N, C, V), and each document's last state if asked for."""
+    grid, initial = c.grid, x.initial_state_LHKV
+    shape = (*c.v.shape[:2], c.k.shape[-1], c.v.shape[-1])
+    state, final = c.v.new_zeros(shape), None
+    if return_state:
+        final = _of_documents(x, c).zero_() if initial is None else initial.to(c.v.dtype, copy=True)
     E_k, d_k, beta_v = c.E * c.k, c.d * c.k, c.beta * c.v
     S, U = [], []
     for n in range(c.v.shape[2]):
-        state = torch.where(grid.first_BN[:, n, None, None, None], initial[grid.document_BN[:, n]], state)
+        before = 0 if initial is None else initial[grid.document_BN[:, n]].to(c.v.dtype)
+        state = torch.where(grid.first_BN[:, n, None, None, None], before, state)
         S.append(state)
         U.append(c.inverse[:, :, n] @ (beta_v[:, :, n] - c.beta[:, :, n] * (E_k[:, :, n] @ state)))
         state = c.gamma[:, :, n] * state + d_k[:, :, n].mT @ U[-1]
         ends = grid.last_BN[:, n]
-        final[grid.document_BN[ends, n]] = state[ends]
+        if final is not None:
+            final[grid.document_BN[ends, n]] = state[ends]
     return torch.stack(S, 2), torch.stack(U, 2), final
+
+
+def _of_documents(x: Inputs, c: Chunked) -> Tensor:
+    """An empty state for every document, (L, H, K, V)."""
+    documents = len(c.v) if x.starts_L1 is None else len(x.starts_L1) - 1
+    return c.v.new_empty(documents, c.v.shape[1], c.k.shape[-1], c.v.shape[-1])
 
 
 def _reverse_states(
     x: Inputs, c: Chunked, dO: Tensor, dfinal_LHKV: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dX, dr, the gradient of the state after each chunk, and of the initial states."""
-    grid, N = c.grid, c.v.shape[2]
-    documents = len(c.v) if x.starts_L1 is None else len(x.starts_L1) - 1
-    shape = (documents, c.v.shape[1], c.k.shape[-1], c.v.shape[-1])
-    dfinal = c.v.new_zeros(shape) if dfinal_LHKV is None else dfinal_LHKV.to(c.v.dtype)
-    dinitial = dfinal.clone()  # an empty document hands its gradient through
+    grid, N, dinitial = c.grid, c.v.shape[2], None
+    if x.initial_state_LHKV is not None:  # an empty document hands its gradient through
+        dinitial = _of_documents(x, c).zero_() if dfinal_LHKV is None else dfinal_LHKV.to(c.v.dtype, copy=True)
     dU_local = x.scale * (c.QK * c.D).mT @ dO
     dS_local = x.scale * (c.E * c.q).mT @ dO
-    dstate, dS_after, dX, dr = c.v.new_zeros(len(c.v), *shape[1:]), [None] * N, [None] * N, [None] * N
+    dstate = c.v.new_zeros(*c.v.shape[:2], c.k.shape[-1], c.v.shape[-1])
+    dS_after, dX, dr = [None] * N, [None] * N, [None] * N
     for n in reversed(range(N)):
         document = grid.document_BN[:, n]
-        dstate = torch.where(grid.last_BN[:, n, None, None, None], dfinal[document], dstate)
+        after = 0 if dfinal_LHKV is None else dfinal_LHKV[document].to(c.v.dtype)
+        dstate = torch.where(grid.last_BN[:, n, None, None, None], after, dstate)
         dS_after[n] = dstate
         dU = dU_local[:, :, n] + c.d[:, :, n] * (c.k[:, :, n] @ dstate)
         dr[n] = c.inverse[:, :, n].mT @ dU
         dX[n] = c.beta[:, :, n] * dr[n]
         dstate = c.gamma[:, :, n] * dstate + dS_local[:, :, n] - (c.E * c.k)[:, :, n].mT @ dX[n]
         begins = grid.first_BN[:, n]
-        dinitial[document[begins]] = dstate[begins]
+        if dinitial is not None:
+            dinitial[document[begins]] = dstate[begins]
     dX, dr, dS_after = (torch.stack(y, 2) for y in (dX, dr, dS_after))
-    return dX, dr, dS_after, None if x.initial_state_LHKV is None else dinitial.to(x.initial_state_LHKV.dtype)
+    return dX, dr, dS_after, None if dinitial is None else dinitial.to(x.initial_state_LHKV.dtype)
 
 
 def _sum_groups(d_BHNCK: Tensor, groups: int) -> Tensor:

@@ -115,8 +115,9 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     form = _form(inputs)
     if form is not None:
         return form.forward(return_state)
-    o, state = chunk.forward(inputs)
-    return o, state if return_state else state.new_empty(0), o.new_empty(0, dtype=torch.uint8)
+    o, state = chunk.forward(inputs, return_state)
+    state = o.new_empty(0, dtype=state_dtype(o.dtype)) if state is None else state
+    return o, state, o.new_empty(0, dtype=torch.uint8)
 
 
 @torch.library.register_fake(_FORWARD)
