@@ -19,7 +19,7 @@ Shapes: H value heads, K, V widths (BK, BV padded to powers of two), C chunk, L 
 import triton
 import triton.language as tl
 
-from components.kernels.gated_delta_rule.common import (
+from components.kernels.gated_delta_rule.tiles import (
     EPS,
     chunk_gates,
     chunk_vectors,

@@ -25,7 +25,7 @@ common.py.
 import triton
 import triton.language as tl
 
-from components.kernels.gated_delta_rule.common import (
+from components.kernels.gated_delta_rule.tiles import (
     EPS,
     chunk_gates,
     chunk_vectors,
