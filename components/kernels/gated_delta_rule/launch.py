@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from components.kernels.gated_delta_rule import common
+from components.kernels.gated_delta_rule import tiles
 from components.kernels.gated_delta_rule.chunk import Inputs
 
 Gradients = tuple[Tensor | None, ...]
@@ -82,7 +82,7 @@ class Launch(ABC):
         if not self.packed:
             return self.x.v_BTHV
         slots = self.new(self.n_slots, dtype=torch.int32)
-        common.find_documents(
+        tiles.find_documents(
             ceil_div(self.n_slots, 128), self.x.starts_L1, slots, self.n_slots, self.documents,
             self.documents.bit_length(), L=self.L, BLOCK=128,
         )  # fmt: skip
@@ -90,7 +90,7 @@ class Launch(ABC):
 
     def gates(self, vectors: Tensor, slots: Tensor) -> None:
         x, BH = self.x, 16
-        common.gates(
+        tiles.gates(
             self.n_slots * (self.L // self.C) * ceil_div(self.H, BH),
             x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, vectors, self.starts, slots, self.T,
             x.a_BTH.stride(1), x.b_BTH.stride(1),
@@ -98,7 +98,7 @@ class Launch(ABC):
         )  # fmt: skip
 
     def reduce_shares(self, shares: Tensor, dA_log: Tensor, ddt_bias: Tensor) -> None:
-        common.reduce_shares(self.H, shares, dA_log, ddt_bias, self.n_slots, H=self.H, BLOCK=128)
+        tiles.reduce_shares(self.H, shares, dA_log, ddt_bias, self.n_slots, H=self.H, BLOCK=128)
 
     def sum_groups(self, d_BTHK: Tensor, like_BTGK: Tensor) -> Tensor:
         """The gradient of a query or key, summed over the value heads that read it."""

@@ -13,7 +13,7 @@ and backward the same way round: `segment_gradients` (what a segment adds to the
 `scan_backward`, `gradients`, `reduce_shares`. States are held V by K here (S is a state transposed), so that a state is
 the left operand of every product with it and never leaves the registers for one.
 
-Shapes: H value heads, K, V widths (BK, BV padded to powers of two), C chunk, L segment. Slots as in common.py.
+Shapes: H value heads, K, V widths (BK, BV padded to powers of two), C chunk, L segment. Slots as in tiles.py.
 """
 
 import triton

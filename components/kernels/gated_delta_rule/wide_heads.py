@@ -2,7 +2,7 @@
 
 Chunks hold C = 64 tokens, and only a state of K by V has to wait for the one before it:
 
-    gates          every chunk: running sums of the decay, beta                    (common.py)
+    gates          every chunk: running sums of the decay, beta                    (tiles.py)
     chunk_maps     every chunk: norms, T and P, and with them what the chunk does to a state S before it,
                    S' = (gamma + M) S + keys^T V  and  o = queries S + values V
     outputs        every sequence and block of values: walks along the chunks with the state in registers
@@ -13,13 +13,13 @@ and backward, where the gradient of the state goes by dS = (gamma + M)^T dS' + q
     state_gradients_after  the same, backwards: the gradient of the state after each chunk
     query_gradients        every chunk: dq and X, from the former
     key_gradients          every chunk: all other gradients, from both
-    reduce_shares          sums over chunks                                        (common.py)
+    reduce_shares          sums over chunks                                        (tiles.py)
 
 States are held V by K (S is a state transposed), in blocks of BV values: a state is then the left operand of every
 product with it and needs no way through shared memory. The last two kernels walk the blocks.
 
 Shapes: H heads, K, V widths (BK padded to a power of two, V to BLOCKS blocks of BV), C chunk. Chunk slots as in
-common.py.
+tiles.py.
 """
 
 import triton
