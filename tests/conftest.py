@@ -1,6 +1,7 @@
-"""Markers: `heavy` tests run with --heavy, `gpu` tests where there is a CUDA device."""
+"""Markers: `heavy` tests run with --heavy, `gpu` tests where there is a CUDA device. Fixtures: launches on ranks."""
 
 import os
+from functools import cache
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import registry
+from tests.ranks import verdicts
 
 
 def pytest_addoption(parser):
@@ -33,3 +35,22 @@ def discovered():
 def seeded():
     """Every test draws the same numbers, alone or among others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the ranks of a test module leave what they make."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def launched(folder):
+    """`tests.ranks.verdicts` of a case module on a number of ranks, each launched once."""
+    return cache(lambda cases, ranks: verdicts(ranks, cases, folder))
+
+
+@pytest.fixture
+def raised(request, launched):
+    """What one sentence raised on one number of ranks, "" for nothing; `tests.ranks.on_ranks` says which."""
+    cases, launches, ranks, sentence = request.param
+    return {n: launched(cases, n) for n in launches}[ranks][sentence]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from components.parallel import process_group
@@ -31,9 +32,23 @@ def sentences(module: str) -> list[str]:
     return [name for name in vars(importlib.import_module(module)) if name.startswith("test_")]
 
 
+def on_ranks(module: str, *ranks: int) -> pytest.MarkDecorator:
+    """Makes of a test that asserts `not raised` one of every `test_*` of `module` on each of these numbers of ranks.
+
+    The launches are made in this order in one folder, when the first of the tests is due; a later one finds there what
+    an earlier one left.
+    """
+    each = [((module, ranks, n, name), f"{name}-{n}") for name in sentences(module) for n in ranks]
+    return pytest.mark.parametrize("raised", [pytest.param(what, id=title) for what, title in each], indirect=True)
+
+
 def verdicts(ranks: int, module: str, folder: Path) -> dict[str, str]:
-    """What each `test_*` of `module` raised on any of `ranks` ranks, "" for nothing."""
-    run("tests.ranks", str(ranks), module, str(folder))
+    """What each `test_*` of `module` raised on any of `ranks` ranks, "" for nothing; of all of them, what the launch
+    failed with."""
+    try:
+        run("tests.ranks", str(ranks), module, str(folder))
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        return dict.fromkeys(sentences(module), str(error))
     return json.loads(_report(folder, module, ranks).read_text())
 
 

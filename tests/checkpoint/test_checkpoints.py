@@ -2,19 +2,9 @@
 
 import pytest
 
-from tests.ranks import sentences, verdicts
+from tests.ranks import on_ranks, sentences, verdicts
 
 FOLDER, SAVING, LOADING = (f"tests.checkpoint.{name}_cases" for name in ("folder", "saving", "loading"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def of_folders(folder):
-    return verdicts(1, FOLDER, folder)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +17,9 @@ def of_loading(folder, of_saving):
     return {ranks: verdicts(ranks, LOADING, folder) for ranks in (1, 2)}
 
 
-@pytest.mark.parametrize("sentence", sentences(FOLDER))
-def test_a_folder_of_checkpoints(sentence, of_folders):
-    assert not of_folders[sentence], of_folders[sentence]
+@on_ranks(FOLDER, 1)
+def test_a_folder_of_checkpoints(raised):
+    assert not raised, raised
 
 
 @pytest.mark.parametrize("sentence", sentences(SAVING))

@@ -1,17 +1,8 @@
 """The one reduction of a logged step, on two ranks. The sentences are the functions of reducing_cases.py."""
 
-import pytest
-
-from tests.ranks import sentences, verdicts
-
-CASES = "tests.metrics.reducing_cases"
+from tests.ranks import on_ranks
 
 
-@pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory):
-    return verdicts(2, CASES, tmp_path_factory.mktemp("reduce"))
-
-
-@pytest.mark.parametrize("sentence", sentences(CASES))
-def test_on_two_ranks(sentence, of_two_ranks):
-    assert not of_two_ranks[sentence], of_two_ranks[sentence]
+@on_ranks("tests.metrics.reducing_cases", 2)
+def test_on_two_ranks(raised):
+    assert not raised, raised

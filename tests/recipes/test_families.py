@@ -1,17 +1,8 @@
 """The sentences are the functions of `family_cases`, on one rank."""
 
-import pytest
-
-from tests.ranks import sentences, verdicts
-
-CASES = "tests.recipes.family_cases"
+from tests.ranks import on_ranks
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return verdicts(1, CASES, tmp_path_factory.mktemp("families"))
-
-
-@pytest.mark.parametrize("sentence", sentences(CASES))
-def test_debug_recipe(sentence, found):
-    assert not found[sentence], found[sentence]
+@on_ranks("tests.recipes.family_cases", 1)
+def test_debug_recipe(raised):
+    assert not raised, raised
