@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -115,7 +116,7 @@ def test_memory_is_planned_for_either_dtype_and_packing(flags):
 def test_a_norm_keeps_its_input_and_a_number_a_row_as_on_cuda():
     x, weight = torch.zeros(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     with LiveBytes(ignored=[x, weight]) as tracker, norms_of_cuda():
-        y = nn.functional.rms_norm(x.exp(), (8,), weight, 1e-6).sum()
+        y = F.rms_norm(x.exp(), (8,), weight, 1e-6).sum()
         assert tracker.live == 4 * (4 * 8 + 4 + 1)  # exp's result, the roots, the sum
         y.backward()
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
@@ -130,24 +131,39 @@ def test_ops_of_ours_keep_what_they_keep_on_cuda():
             assert tracker.live > 2 * o.nbytes
 
 
-# Peaks of tensors in GiB, one H200 or two, with the text in this repository (docs/performance.md).
-EAGER = ("--parallelism.plan", "fsdp2", "--compile.no_enable", "--cuda_graph.no_enable")
-COMPILED = ("--parallelism.plan", "fsdp2", "--compile.components", "model", "--cuda_graph.no_enable")
+# GiB on one H200 (docs/performance.md): the most allocated, and reserved where that was noted of a recorded run.
+ONE = ("--training.global_batch_size", "4")  # a step of one micro-batch
+UNCOMPILED = (*ONE, "--compile.no_enable")
+EAGER = (*UNCOMPILED, "--parallelism.plan", "fsdp2", "--cuda_graph.no_enable")
 MEASURED = [
-    ("hymo_primary", 1, EAGER, 45.7),
-    ("hymo_primary", 1, (*COMPILED, "--training.global_batch_size", "4"), 35.9),
-    ("hymo_primary", 2, EAGER, 37.7),
-    ("chimera_510m", 1, EAGER, 53.6),
-    ("swarm_blackwell_v2", 1, EAGER, 72.2),
+    ("hymo_primary", ONE, 33.5, 43.2),
+    ("hymo_primary", UNCOMPILED, 36.0, None),
+    ("hymo_primary", (*UNCOMPILED, "--activation_checkpoint.mode", "full"), 19.3, None),
+    ("hymo_primary", (*EAGER, "--fused_gdn.no_enable"), 37.0, None),
+    ("hymo_primary", (*EAGER, "--moe_mixed_precision.no_enable"), 41.3, None),
+    ("hymo_primary", (*EAGER, "--parallelism.expert_wrapping", "per_expert"), 39.1, None),
+    ("chimera_510m", (), 43.5, 49.6),
+    ("swarm_blackwell_v2", (), 65.6, 75.4),
 ]
 
 
-@pytest.mark.parametrize(("name", "ranks", "how", "measured"), MEASURED)
-def test_the_memory_that_was_measured_is_planned_to_15_percent(name, ranks, how, measured):
+@pytest.mark.parametrize(("name", "how", "allocated", "reserved"), MEASURED)
+def test_the_memory_that_was_measured_is_planned_to_10_percent(name, how, allocated, reserved):
     flags = ["--job.config_file", f"{RECIPES}/{name}.toml", "--job.overlay", f"{RECIPES}/scales/bundled_data.toml"]
-    recipe = load([*flags, *how], needs_data=False, ranks=ranks)
-    planned = memory_per_rank(recipe, footprint(recipe), ranks)["total"] / 2**30
-    assert planned == pytest.approx(measured, rel=0.15)
+    recipe = load([*flags, *how], needs_data=False)
+    planned = memory_per_rank(recipe, footprint(recipe), 1)
+    assert planned["allocated"] / 2**30 == pytest.approx(allocated, rel=0.1)
+    if reserved:
+        assert planned["total"] / 2**30 == pytest.approx(reserved, rel=0.1)
+
+
+def test_a_recording_is_made_before_there_is_optimizer_state_and_is_allocated_only_then():
+    debug = ("--training.dtype", "bfloat16", "--parallelism.plan", "zero1")
+    record = ("--cuda_graph.enable", "--cuda_graph.components", "model")
+    recipes = [job("hymo_debug", *debug), job("hymo_debug", *debug, *record)]
+    launched, recorded = (memory_per_rank(recipe, footprint(recipe), 1) for recipe in recipes)
+    assert launched["allocated"] == launched["total"] == recorded["total"]
+    assert recorded["allocated"] == recorded["total"] - recorded["optimizer"]
 
 
 def test_gradients_of_earlier_micro_batches_stand_beside_the_activations_and_those_of_an_only_one_come_later():
@@ -162,12 +178,44 @@ def test_gradients_of_earlier_micro_batches_stand_beside_the_activations_and_tho
 def test_zero1_keeps_weights_and_sums_of_gradients_whole_and_shards_the_rest():
     recipe = job("hymo_debug", "--training.dtype", "bfloat16", "--parallelism.plan", "zero1")
     whole = footprint(recipe)
-    parameters = sum(whole.by_role.values())
     one, four = memory_per_rank(recipe, whole, 1), memory_per_rank(recipe, whole, 4)
     assert [four[kind] / one[kind] for kind in ("weights", "optimizer")] == [1 / 4, 1 / 4]
     for planned in (one, four):
-        assert planned["gathered"] == 2 * parameters + 2 * whole.exact
-        assert planned["gradients"] == 4 * parameters
+        assert 2 * whole.parameters < planned["gathered"] == sum(whole.computing.values()) < 2.2 * whole.parameters
+        assert planned["gradients"] == 4 * whole.parameters
+
+
+def test_experts_that_compute_in_fp32_keep_more_and_are_gathered_in_it():
+    flags = ("--training.dtype", "bfloat16", "--parallelism.plan", "zero1")
+    mixed, exact = (job("hymo_debug", *flags, *more) for more in ((), ("--moe_mixed_precision.no_enable",)))
+    assert activations(exact).held > activations(mixed).held
+    experts = sum(n for path, n in _routed(exact))
+    assert sum(footprint(exact).computing.values()) - sum(footprint(mixed).computing.values()) == 2 * experts
+
+
+def _routed(recipe: Job):
+    with torch.device("meta"):
+        model = recipe.model.build()
+    return [(path, p.numel()) for path, p in model.named_parameters() if ".experts." in path]
+
+
+def test_the_recurrence_in_pytorch_keeps_less():
+    fused, plain = (
+        activations(job("hymo_debug", "--training.dtype", "bfloat16", *more))
+        for more in ((), ("--fused_gdn.no_enable",))
+    )
+    assert plain.held < fused.held
+
+
+def test_a_compiled_norm_needs_what_it_was_computed_from():
+    """Taken apart by the compiler, not stood in for: what depends on nothing would be made out of nothing again."""
+    x, into, out = (torch.zeros(64, 64, requires_grad=needed) for needed in (False, True, True))
+    run = torch.compile(lambda: F.rms_norm(x @ into, (64,)) @ out, backend="aot_eager_decomp_partition")
+    with norms_of_cuda():
+        run().sum().backward()
+        with LiveBytes(ignored=[x, into, out]) as tracker:
+            y = run()
+    assert tracker.live >= 2 * y.nbytes
 
 
 def test_a_compiled_model_keeps_less():

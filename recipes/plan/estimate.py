@@ -110,7 +110,7 @@ def _by_part(config: Any, counts: dict[str, tuple[int, int]]) -> dict[str, dict[
 
 def _checkpoint(job: Job, model: Footprint) -> dict[str, int]:
     """Bytes of one checkpoint, and of all that are on disk at once."""
-    one = MASTER_BYTES * sum(model.by_unit.values()) + model.optimizer_bytes + model.buffer_bytes
+    one = MASTER_BYTES * model.parameters + model.optimizer_bytes + model.buffer_bytes
     section, made = job.checkpoint, -(-job.training.steps // job.checkpoint.interval)
     kept = min(made, section.keep_latest_k or made) + section.keep_best * job.validation.enable
     return {"bytes": one, "kept": kept * section.enable, "bytes_kept": one * kept * section.enable}

@@ -7,8 +7,10 @@ A compiled part keeps what the compiler's own partition of forward and backward 
 CPU, since autograd takes CUDA's only where there is a GPU; what CUDA does otherwise is put in its place
 (`norms_of_cuda`, `_run`).
 
-What is estimated is the peak of tensors that PyTorch allocates (`torch.cuda.max_memory_allocated`), at the moment of a
-step when it is reached. Left out: the CUDA context, fragmentation, NCCL's buffers and workspaces inside kernels.
+Two sums: what the GPU must hold (`total`), and the most that `torch.cuda.max_memory_allocated` counts (`allocated`).
+They differ where a micro-batch is recorded: it is recorded before there is optimizer state, and keeps all of its memory
+from then on, which PyTorch has reserved but no longer counts as allocated. Left out: the CUDA context, fragmentation,
+NCCL's buffers, workspaces inside kernels and what an update makes on its way (a gigabyte in HyMo's primary).
 """
 
 import weakref
@@ -27,27 +29,34 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from components.data.batch import Batch
 from components.data.packing import cu_seqlens_length
+from components.kernels.gated_delta_rule.op import use_fused
 from components.optimizers.roles import build_optimizers, parameters_by_role
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
 from components.parallel.apply import MICRO_BATCH
 from components.parallel.compile import apply_compile
-from components.parallel.plan import exact_parameters
+from components.parallel.fsdp2 import exact_experts, separate_experts
+from components.parallel.plan import compute_dtype, exact_parameters
 from components.parameters import logical_path
 from recipes.job import Job
 from registry import lookup
 
 MASTER_BYTES = 4  # weights and gradients are kept in fp32
+ROOT = "root"  # the sharding unit of what is in no block
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the model itself has: parameters by role and by FSDP unit (one of them the root), bytes of state."""
+    """What the model itself has: parameters by role, bytes of its weights in compute dtype by FSDP unit (one of them
+    the root), bytes of state."""
 
     by_role: dict[str, int]
-    by_unit: dict[str, int]
-    exact: int  # parameters that compute in fp32 whatever the rest uses
+    computing: dict[str, int]
     optimizer_bytes: int
     buffer_bytes: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.by_role.values())
 
 
 class Peak(NamedTuple):
@@ -96,8 +105,14 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def norms_of_cuda() -> Iterator[None]:
-    """CUDA has RMSNorm in one kernel, a CPU in several: of what these keep, only the input and a number a row stay."""
-    plain, F.rms_norm = F.rms_norm, lambda x, shape, weight=None, eps=None: _RmsNorm.apply(x, shape, weight)
+    """CUDA has RMSNorm in one kernel, a CPU in several: of what these keep, only the input and a number a row stay. A
+    compiler takes it apart on either."""
+    plain = F.rms_norm
+
+    def norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return plain(x, shape, weight, eps) if torch.compiler.is_compiling() else _RmsNorm.apply(x, shape, weight)
+
+    F.rms_norm = norm
     try:
         yield
     finally:
@@ -134,33 +149,55 @@ def _like(x: Tensor, device: str) -> Tensor:
 def footprint(job: Job) -> Footprint:
     """Parameters and state of the whole model, on one rank."""
     with FakeTensorMode():
-        model = job.model.build()
+        model = _arranged(job)
         roles = {role: sum(o.parameter.numel() for o in owned) for role, owned in parameters_by_role(model).items()}
-        units: Counter = Counter()
-        for name, parameter in model.named_parameters():
-            units[_unit(name)] += parameter.numel()
         with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as state:
             _alive = build_optimizers(model, {role: getattr(job.optimizer, role) for role in roles})
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-        exact = sum(p.numel() for p in exact_parameters(model))
-    return Footprint(roles, dict(units), exact, state.live, buffers)
+        computing: Counter = Counter()
+        for name, dtype in _compute_dtypes(job, model).items():
+            computing[_unit(name)] += model.get_parameter(name).numel() * dtype.itemsize
+    return Footprint(roles, dict(computing), state.live, buffers)
+
+
+def _arranged(job: Job) -> nn.Module:
+    """The model with its experts as the recipe stores them and computes with them."""
+    model = job.model.build()
+    if job.parallelism.expert_wrapping == "per_expert":
+        separate_experts(model)
+    if not job.moe_mixed_precision.enable:
+        exact_experts(model)
+    return model
+
+
+def _compute_dtypes(job: Job, model: nn.Module) -> dict[str, torch.dtype]:
+    """In what each parameter is computed with, by name."""
+    exact, dtype = exact_parameters(model), getattr(torch, job.training.dtype)
+    return {name: compute_dtype(parameter, exact, dtype) for name, parameter in model.named_parameters()}
 
 
 def memory_per_rank(job: Job, model: Footprint, ranks: int) -> dict[str, float]:
-    """Bytes by kind on one of `ranks` ranks when a step needs most, and their total."""
+    """Bytes by kind that one of `ranks` ranks must hold, their total, and the most that PyTorch counts as allocated."""
     shards = ranks // job.parallelism.data_parallel_replicate_degree
-    parameters = sum(model.by_unit.values())
     step = activations(job, ranks)
     kinds = {
-        "weights": MASTER_BYTES * parameters / shards,
+        "weights": MASTER_BYTES * model.parameters / shards,
         "optimizer": model.optimizer_bytes / shards,
-        "gathered": _whole(job, model) if _keeps_whole(job) else _gathered(job, model),
+        "gathered": _gathered(job, model),
         "gradients": step.peak.gradients,
         "activations": step.held,
         "backward": step.peak.tensors - step.held,
         "buffers": model.buffer_bytes,
     }
-    return {**kinds, "total": sum(kinds.values())}
+    total = sum(kinds.values())
+    moments = [total]
+    if _records_micro_batch(job):  # while it is recorded, and afterwards
+        moments = [total - kinds["optimizer"], total - kinds["activations"] - kinds["backward"]]
+    return {**kinds, "total": total, "allocated": max(moments)}
+
+
+def _records_micro_batch(job: Job) -> bool:
+    return job.cuda_graph.enable and MICRO_BATCH in job.cuda_graph.components
 
 
 def _keeps_whole(job: Job) -> bool:
@@ -168,19 +205,12 @@ def _keeps_whole(job: Job) -> bool:
     return lookup("plan", job.parallelism.plan).cls.whole
 
 
-def _whole(job: Job, model: Footprint) -> float:
-    """All weights in compute dtype."""
-    width = getattr(torch, job.training.dtype).itemsize
-    return width * (sum(model.by_unit.values()) - model.exact) + MASTER_BYTES * model.exact
-
-
-def _gathered(job: Job, model: Footprint) -> float:
-    """Whole weights in compute dtype: the root's all the time; of the blocks two at once (the one that runs and the
-    next, prefetched), or all of them if they stay after forward."""
-    width = getattr(torch, job.training.dtype).itemsize
-    blocks = sorted((n for unit, n in model.by_unit.items() if unit != "root"), reverse=True)
-    present = blocks[:2] if job.parallelism.reshard_after_forward else blocks
-    return width * (model.by_unit["root"] + sum(present))
+def _gathered(job: Job, model: Footprint) -> int:
+    """Whole weights in compute dtype: all of them where the plan keeps them or they stay after forward; else the root's
+    and of the blocks two at once, the one that runs and the next, prefetched."""
+    blocks = sorted((size for unit, size in model.computing.items() if unit != ROOT), reverse=True)
+    stay = _keeps_whole(job) or not job.parallelism.reshard_after_forward
+    return model.computing[ROOT] + sum(blocks if stay else blocks[:2])
 
 
 @dataclass(frozen=True)
@@ -195,7 +225,7 @@ def activations(job: Job, ranks: int = 1) -> StepBytes:
     """Forward and backward of the micro-batch that needs most: one with the gradients of earlier ones beside it, or the
     only one, in which each appears as backward gets to it."""
     training = job.training
-    with FakeTensorMode(), norms_of_cuda():
+    with FakeTensorMode(), norms_of_cuda(), _recurrence(job):
         model = computing_model(job)
         batch = zeros_batch(training.local_batch_size, training.seq_len, job.data.packing)
         if job.compile.enable:
@@ -207,6 +237,16 @@ def activations(job: Job, ranks: int = 1) -> StepBytes:
             held = tracker.live
             loss.backward()
     return StepBytes(held, tracker.peak)
+
+
+@contextmanager
+def _recurrence(job: Job) -> Iterator[None]:
+    """The form that the recipe chooses decides what the recurrence keeps."""
+    use_fused(job.fused_gdn.enable)
+    try:
+        yield
+    finally:
+        use_fused(True)
 
 
 def _compile(job: Job, model: nn.Module, batch: Batch) -> None:
@@ -223,8 +263,7 @@ def _count_gradients(job: Job, model: nn.Module, tracker: LiveBytes, ranks: int)
     training, parameters = job.training, sum(p.numel() for p in model.parameters())
     if _keeps_whole(job):
         # The shards of their sums exist beside the activations only where a recording never lets go of these.
-        recorded = job.cuda_graph.enable and MICRO_BATCH in job.cuda_graph.components
-        tracker.gradients = MASTER_BYTES * parameters * (1 + (recorded and ranks > 1) / ranks)
+        tracker.gradients = MASTER_BYTES * parameters * (1 + (_records_micro_batch(job) and ranks > 1) / ranks)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         return
@@ -256,12 +295,11 @@ def _reduce_by_unit(model: nn.Module, tracker: LiveBytes, width: int, kept: floa
 
 def computing_model(job: Job) -> nn.Module:
     """The model as a rank computes with it: weights in compute dtype but for the parts that stay in fp32."""
-    model, dtype = job.model.build(), getattr(torch, job.training.dtype)
-    exact = exact_parameters(model)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in exact:
-                module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+    model = _arranged(job)
+    for name, dtype in _compute_dtypes(job, model).items():
+        owner, _, last = name.rpartition(".")
+        shape = model.get_parameter(name).shape
+        setattr(model.get_submodule(owner), last, nn.Parameter(torch.empty(shape, dtype=dtype)))
     section = job.activation_checkpoint
     apply_activation_checkpoint(model, section.mode, section.selective_ac_option, section.components)
     return model
@@ -282,4 +320,4 @@ def _unit(name: str) -> str:
     parts = name.split(".")
     if parts[0] in ("layers", "shared"):
         return ".".join(parts[:2])
-    return ".".join(parts[:3]) if parts[:2] == ["mtp", "depths"] else "root"
+    return ".".join(parts[:3]) if parts[:2] == ["mtp", "depths"] else ROOT

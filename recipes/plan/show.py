@@ -20,7 +20,7 @@ def show(plan: Plan, console: Console) -> None:
         "parameters by role": _roles(plan),
         "training FLOPs a token": _flops(plan),
         "training FLOPs a token by loop": _loops(plan),
-        f"memory of one of {plan['ranks']} ranks (peak of tensors)": _memory(plan),
+        f"memory of one of {plan['ranks']} ranks (tensors)": _memory(plan),
         "the run": _run([plan]),
     }
     if plan["cache_residency"]:
@@ -110,7 +110,8 @@ def _caches(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     table = _table("kind", "size")
     for kind, size in plan["memory_per_rank"].items():
-        table.add_row(kind, _size(size), style="bold" if kind == "total" else None)
+        label = "of it allocated at once, at most" if kind == "allocated" else kind
+        table.add_row(label, _size(size), style="bold" if kind == "total" else None)
     return table
 
 
