@@ -39,6 +39,8 @@ ELSEWHERE = (
 )
 """Keys that say where and how a run is kept, and nothing of what it is (fnmatch)."""
 
+SHARING = "HYMO_RUNS_A_DEVICE"  # in the environment: how many runs share this one's devices; recipes.ablate says it
+
 Line = Mapping[str, Any]
 Result = dict[str, Any]
 
@@ -87,6 +89,7 @@ def _facts(run: "Run") -> dict[str, Any]:
         "recipe": to_table(run.job),
         "device": torch.cuda.get_device_name(place.device) if on_cuda else "cpu",
         "ranks": place.ranks,
+        "runs_a_device": int(os.environ.get(SHARING, "1")),
         "parameters": {"total": stored, "active": active},
         "flops_per_token": {"total": sum(flops.values()), **flops},
         "cache_numbers": _cache(config, "cache_numbers"),

@@ -39,7 +39,7 @@ class Options:
     only_variants: tuple[str, ...] = ()  # leave the others out; the reference always takes part
     seeds: int | None = None  # runs of each variant; the family says how many if not stated
     ranks: int = 1  # GPUs (or processes) of each run
-    side_by_side: int = 1  # runs at the same time, each with GPUs of its own
+    side_by_side: int = 1  # runs at the same time; those of one rank share GPUs where there are fewer
     folder: str | None = None  # of runs and report; outputs/ablations/FAMILY, with the names of the overlays
     slurm: str | None = None  # write an array script to this file instead of running
     only: int | None = None  # make the run of this number alone and write no report (a task of the array)

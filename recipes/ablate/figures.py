@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.ablate.measure import AXES, curve, reading
+from recipes.ablate.measure import curve, reading
 from recipes.ablate.report import Group, Report
 from recipes.ablate.statistics import interval, paired
 from recipes.result import Result
@@ -45,8 +45,8 @@ def _style(number: int) -> str:
 def losses(report: Report) -> Any:
     """Held-out loss along every axis."""
     figure = _figure(14, 4.5)
-    for number, axis in enumerate(AXES):
-        axes = figure.add_subplot(1, len(AXES), number + 1, xlabel=LABELS[axis])
+    for number, axis in enumerate(report.axes):
+        axes = figure.add_subplot(1, len(report.axes), number + 1, xlabel=LABELS[axis])
         for i, group in enumerate(report.groups):
             at, middle, half = _band(group, axis)
             axes.plot(at, middle, _style(i), marker=".", color=_colour(i), label=group.name)

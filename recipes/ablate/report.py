@@ -17,6 +17,7 @@ from recipes.result import Result
 TOLERANCE = 0.005  # relative difference in size, FLOPs or tokens that is worth a warning
 NONE = "–"
 ALWAYS = ("tps", "memory")  # columns of every report
+HEADS = {"tokens": "at equal tokens", "FLOPs": "at equal FLOPs", "seconds": "at equal time"}
 READINGS = {"loss": ("loss", None), "perplexity": ("loss", math.exp), "bits per byte": ("bpb", None)}
 
 
@@ -57,6 +58,21 @@ class Report:
 
     def results(self) -> list[Result]:
         return [result for group in self.groups for result in group.runs.values()]
+
+    @property
+    def shared(self) -> bool:
+        """Whether some run had its device not to itself, so that times say nothing."""
+        return any(result.get("runs_a_device", 1) > 1 for result in self.results())
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What losses are compared along."""
+        return tuple(axis for axis in AXES if not (self.shared and axis == "seconds"))
+
+    @property
+    def always(self) -> tuple[str, ...]:
+        """Columns that are reported whatever was asked for."""
+        return tuple(name for name in ALWAYS if not (self.shared and name == "tps"))
 
     def readings(self, group: Group, axis: str, name: str) -> dict[int, float]:
         """Loss, perplexity or bits per byte by seed, where the shortest run of the report ended on this axis."""
@@ -110,12 +126,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _losses(report: Report) -> str:
-    ends = ", ".join(f"{common_end(report.results(), axis):.4g} {axis}" for axis in AXES)
+    ends = ", ".join(f"{common_end(report.results(), axis):.4g} {axis}" for axis in report.axes)
     rows = [
-        [_label(report, g), str(len(g.runs)), *(shown(report.readings(g, axis, "loss")) for axis in AXES)]
+        [_label(report, g), str(len(g.runs)), *(shown(report.readings(g, axis, "loss")) for axis in report.axes)]
         for g in report.groups
     ]
-    head = ["variant", "seeds", "at equal tokens", "at equal FLOPs", "at equal time"]
+    head = ["variant", "seeds", *(HEADS[axis] for axis in report.axes)]
     text = f"Nats per token, mean ± 95% interval over seeds, read where the shortest run ended: {ends}."
     return f"{text}\n\n{_table(head, rows)}"
 
@@ -124,10 +140,12 @@ def _differences(report: Report) -> str:
     """A row a variant: paired differences with verdicts, then the claim's bound."""
     rows = []
     for group in report.groups[1:]:
-        found = [paired(report.readings(group, a, "loss"), report.readings(report.reference, a, "loss")) for a in AXES]
+        found = [
+            paired(report.readings(group, a, "loss"), report.readings(report.reference, a, "loss")) for a in report.axes
+        ]
         cells = [NONE if d is None else f"{signed(d)}, {verdict(d)}" for d in found]
         rows.append([_label(report, group), *cells, _judged(found[0], group)])
-    head = ["variant", "at equal tokens", "at equal FLOPs", "at equal time", "the claim's bound"]
+    head = ["variant", *(HEADS[axis] for axis in report.axes), "the claim's bound"]
     text = (
         "Paired over seeds that saw the same batches, mean and 95% interval (Student t). A lower loss is better; a "
         "difference whose interval holds 0 is not separated. Intervals are not corrected for the number of variants."
@@ -155,10 +173,10 @@ def _sizes(report: Report) -> str:
         first, n = group.first(), group.first()["parameters"]
         flops = f"{first['flops_per_token']['total'] / 1e9:.4g}"
         tokens = f"{first['tokens']:,}"
-        speed = [_own_value(group, ALWAYS, heading) for heading in _headings(report, ALWAYS)]
+        speed = [_own_value(group, report.always, heading) for heading in _headings(report, report.always)]
         row = [_label(report, group), _millions(n["total"]), _millions(n["active"]), flops, tokens, *speed]
         rows.append(row)
-    head = ["variant", "stored", "active", "GFLOP a token", "tokens", *_headings(report, ALWAYS)]
+    head = ["variant", "stored", "active", "GFLOP a token", "tokens", *_headings(report, report.always)]
     return _table(head, rows)
 
 
@@ -187,6 +205,11 @@ def _remarks(report: Report) -> str:
         if unlike:
             lines.append(f"⚠ {group.name} differs in {', '.join(unlike)}: the comparison is not of the idea alone.")
         lines += [f"{group.name}: {note}." for note in group.notes]
+    if report.shared:
+        lines.append(
+            "⚠ Runs shared devices: times and speeds measure the others too, so tok/s and readings at equal time are "
+            "left out."
+        )
     devices = {(result["device"], result["ranks"]) for result in report.results()}
     if len(devices) > 1:
         places = ", ".join(f"{ranks} × {device}" for device, ranks in sorted(devices))
@@ -237,9 +260,9 @@ def _millions(n: float) -> str:
 
 def csv_rows(report: Report, group: Group) -> list[dict[str, object]]:
     """A row a run, then the variant's means and differences to the reference."""
-    by_reading = {f"{name} at equal {axis}": (axis, name) for axis in AXES for name in READINGS}
+    by_reading = {f"{name} at equal {axis}": (axis, name) for axis in report.axes for name in READINGS}
     values = {label: report.readings(group, *which) for label, which in by_reading.items()}
-    names = (*ALWAYS, *report.columns)
+    names = (*report.always, *report.columns)
     rows = [
         {
             "variant": group.name,
@@ -260,7 +283,7 @@ def csv_rows(report: Report, group: Group) -> list[dict[str, object]]:
 def _csv_differences(report: Report, group: Group) -> list[dict[str, object]]:
     """Mean, ends of the interval and verdict of the difference in loss, a row each."""
     rows = {kind: {"variant": group.name, "seed": kind} for kind in ("difference", "low", "high", "verdict")}
-    for axis in AXES:
+    for axis in report.axes:
         found = paired(report.readings(group, axis, "loss"), report.readings(report.reference, axis, "loss"))
         if found is not None:
             values = (found.mean, found.low, found.high, verdict(found))

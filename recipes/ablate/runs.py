@@ -24,8 +24,9 @@ from recipes.ablate.family import REFERENCE, Family
 from recipes.ablate.match import matched
 from recipes.ablate.progress import Display
 from recipes.job import Job, load, to_table
-from recipes.result import other_recipe, read_result
+from recipes.result import SHARING, other_recipe, read_result
 
+DEVICES = "CUDA_VISIBLE_DEVICES"
 PAUSE = 0.2  # seconds between looks at the runs
 LAST_LINE = 4096  # bytes from the end of metrics.jsonl that hold its last line
 
@@ -75,12 +76,13 @@ class Planned:
         except (OSError, ValueError, KeyError, IndexError):
             return 0  # no line yet, or one that is being written
 
-    def start(self, devices: str | None) -> subprocess.Popen:
-        """Its process, on these CUDA devices; what it prints goes to console.log."""
+    def start(self, slot: "Slot") -> subprocess.Popen:
+        """Its process, on the slot's devices; what it prints goes to console.log."""
         self.folder.mkdir(parents=True, exist_ok=True)
         torchrun = ("torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}", "-m")
         launcher = torchrun if self.ranks > 1 else ()
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": devices} if devices else {})
+        devices = {DEVICES: slot.devices} if slot.devices else {}
+        environment = os.environ | devices | {SHARING: str(slot.runs)}
         with (self.folder / "console.log").open("ab") as log:
             command = [sys.executable, "-m", *launcher, "recipes.pretrain", *self.flags]
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -143,7 +145,7 @@ def run_all(runs: Sequence[Planned], side_by_side: int, display: Display) -> dic
     failures: dict[str, str] = {}
     waiting = list(_unfinished(runs, failures))
     display.begin(waiting, len(runs) - len(waiting) - len(failures))
-    slots = device_slots(side_by_side, runs[0].ranks) if runs else []
+    slots = make_slots(side_by_side, runs[0].ranks) if runs else []
     running: dict[int, tuple[Planned, subprocess.Popen]] = {}
     with _stoppable() as asked:
         while (waiting or running) and not asked:
@@ -202,14 +204,26 @@ def _stop(processes: list[subprocess.Popen]) -> None:
         process.wait()
 
 
-def device_slots(side_by_side: int, ranks: int) -> list[str | None]:
-    """The CUDA devices of each run that goes on at the same time; None leaves them as they are."""
-    stated = os.environ.get("CUDA_VISIBLE_DEVICES")
+@dataclass(frozen=True)
+class Slot:
+    """Where a run goes on beside others."""
+
+    devices: str | None  # CUDA devices; None leaves them as they are
+    runs: int  # at once on each of them (on this host where there are none)
+
+
+def make_slots(side_by_side: int, ranks: int) -> list[Slot]:
+    """One for each run that goes on at the same time. Runs of one rank share devices where there are fewer; ValueError
+    for larger ones, whose collectives would wait for each other's kernels."""
+    stated = os.environ.get(DEVICES)
     devices = stated.split(",") if stated else [str(i) for i in range(torch.cuda.device_count())]
     if not devices or side_by_side == 1:
-        return [None] * side_by_side
-    if side_by_side * ranks > len(devices):
-        raise ValueError(
-            f"{side_by_side} runs of {ranks} ranks need {side_by_side * ranks} GPUs; {len(devices)} are there"
-        )
-    return [",".join(devices[i * ranks : (i + 1) * ranks]) for i in range(side_by_side)]
+        return [Slot(None, side_by_side)] * side_by_side
+    if side_by_side * ranks <= len(devices):
+        return [Slot(",".join(devices[i * ranks : (i + 1) * ranks]), 1) for i in range(side_by_side)]
+    if ranks == 1:
+        return [Slot(devices[i % len(devices)], -(-side_by_side // len(devices))) for i in range(side_by_side)]
+    raise ValueError(
+        f"{side_by_side} runs of {ranks} ranks need {side_by_side * ranks} GPUs; {len(devices)} are there, and only "
+        "runs of one rank share them"
+    )

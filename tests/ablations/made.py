@@ -22,6 +22,7 @@ def result(losses: list[float], seed: int = 0, *, flops: float = 1e6, step_secon
         "recipe": recipe(seed),
         "device": "cpu",
         "ranks": 1,
+        "runs_a_device": 1,
         "parameters": {"total": 2 * active, "active": active},
         "flops_per_token": {"total": flops},
         "cache_numbers": 160,

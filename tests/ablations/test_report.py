@@ -52,6 +52,17 @@ def test_a_variant_of_another_size_is_marked_with_both_numbers():
     assert "⚠ other differs in active parameters (1100 against 1000), FLOPs a token (2e+06 against 1e+06)" in text
 
 
+def test_runs_that_shared_a_device_are_not_compared_by_time_or_speed():
+    found = report()
+    for made in found.results():
+        made["summary"]["tps"] = {"median": 1000.0}
+    assert "tok/s a device" in markdown(found) and "at equal time" in markdown(found)
+    found.groups[1].runs[0]["runs_a_device"] = 4
+    text = markdown(found)
+    assert "⚠ Runs shared devices" in text and "tok/s a device" not in text
+    assert "at equal time |" not in text and "+0.1010" in text
+
+
 def test_files_of_a_report_hold_the_same_numbers_and_figures_are_drawn(tmp_path):
     write_report(report(), tmp_path)
     draw(report(), tmp_path)

@@ -12,7 +12,8 @@ import pytest
 
 from recipes.ablate.__main__ import STOPPED, main
 from recipes.ablate.family import read_family
-from recipes.ablate.runs import device_slots, plan
+from recipes.ablate.runs import Planned, Slot, make_slots, plan
+from recipes.result import SHARING
 from tests.ablations.made import result
 from tests.ranks import ENVIRONMENT, REPOSITORY
 from tests.recipes.runs import TINY
@@ -105,9 +106,17 @@ def test_an_array_script_has_a_task_for_every_run(tmp_path, monkeypatch):
 
 def test_runs_side_by_side_have_gpus_of_their_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert device_slots(2, 2) == ["4,5", "6,7"] and device_slots(1, 4) == [None]
+    assert make_slots(2, 2) == [Slot("4,5", 1), Slot("6,7", 1)] and make_slots(1, 4) == [Slot(None, 1)]
     with pytest.raises(ValueError, match="3 runs of 2 ranks need 6 GPUs; 4 are there"):
-        device_slots(3, 2)
+        make_slots(3, 2)
+
+
+def test_runs_of_one_rank_share_gpus_where_there_are_fewer_and_say_so_in_their_results(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert make_slots(5, 1) == [Slot(gpu, 3) for gpu in "45454"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: env)
+    environment = Planned("primary", 0, tmp_path, (), {}, 1).start(Slot("4", 3))
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment[SHARING]) == ("4", "3")
 
 
 @pytest.mark.heavy
