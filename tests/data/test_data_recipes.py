@@ -29,7 +29,13 @@ def test_hymo_mixture_is_the_specifications():
 
 
 @pytest.mark.parametrize(
-    ("table", "recipe"), [("data/hymo", "hymo_primary"), ("data/debian", "scales/debian_text")], ids=["hymo", "debian"]
+    ("table", "recipe"),
+    [
+        ("data/hymo", "hymo_primary"),
+        ("data/debian", "scales/debian_text"),
+        ("data/debian_small", "scales/debian_small"),
+    ],
+    ids=["hymo", "debian", "debian_small"],
 )
 def test_what_a_table_makes_is_what_the_recipe_reads(table, recipe):
     plan = prepare_data.read_plan(f"train_configs/{table}.toml")
