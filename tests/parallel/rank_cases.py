@@ -119,6 +119,17 @@ def test_what_cannot_be_recorded_stops_the_run_or_runs_plain(folder: Path):
         prepared(WHOLE, **SMALL)
 
 
+def test_what_a_recorded_micro_batch_gave_outlives_the_next_and_another_shape_is_refused():
+    parts, scale_H = prepared(WHOLE, **SMALL), torch.ones(2)
+    first = parts.micro_batch(batch(tokens(rows=1, length=16, seed=1)), scale_H)
+    kept = first.loss_sums.clone(), {name: value.clone() for name, value in first.aux.items()}
+    parts.micro_batch(batch(tokens(rows=1, length=16, seed=2)), scale_H)
+    assert torch.equal(first.loss_sums, kept[0])
+    assert all(torch.equal(first.aux[name], value) for name, value in kept[1].items())
+    with pytest.raises(ValueError, match=r"recorded with tokens_BT1 of shape \(1, 17\) was given \(2, 17\)"):
+        parts.micro_batch(batch(tokens(rows=2, length=16)), scale_H)
+
+
 def test_a_vocabulary_that_does_not_divide_by_the_ranks(folder: Path):
     compare(folder, "vocabulary", trained(vocab_size=67, **SMALL))
 
