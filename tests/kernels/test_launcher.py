@@ -1,9 +1,13 @@
 """Kernels found again without Triton's look at every argument: on a stand-in for Triton's compiled kernels."""
 
+import itertools
+
 import pytest
 import torch
+from triton._C.libtriton import native_specialize_impl
+from triton.backends import backends
 
-from components.kernels.launcher import Kernel
+from components.kernels.launcher import Kernel, _specialisation
 
 
 class Jitted:
@@ -55,3 +59,13 @@ def test_what_triton_specialises_on_compiles_a_kernel_anew(jitted, change):
     kernel(4, *arguments, **{"BLOCK": 8, "WIDE": True, **options})
     assert jitted.compiled == 2
     assert jitted.launched == []
+
+
+def test_arguments_share_a_key_only_where_triton_compiles_them_alike():
+    tensors = [x[i:] for x in (torch.zeros(64), torch.zeros(64).half(), torch.zeros(64).int()) for i in (0, 1, 4, 8)]
+    numbers = [0, 1, 2, 15, 16, 17, 320, 333, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40]
+    backend = backends["nvidia"].compiler
+    for one, other in itertools.combinations([*tensors, torch.zeros(0), *numbers, 0.5, 1.0], 2):
+        if _specialisation(one) == _specialisation(other):
+            theirs = [native_specialize_impl(backend, x, False, True, True) for x in (one, other)]
+            assert theirs[0] == theirs[1], (one, other)

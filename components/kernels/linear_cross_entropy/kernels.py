@@ -77,6 +77,7 @@ def loss_and_gradient(
     tl.store(losses + row + one, (lse - chosen) * LN2)
 
     if GRADIENT:
+        tl.debug_barrier()  # no warp may write the target's logit before all have read it
         for start in range(0, V, BLOCK):
             column = start + tl.arange(0, BLOCK)
             y, slope = _capped(
