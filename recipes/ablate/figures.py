@@ -25,11 +25,12 @@ def draw(report: Report, folder: Path) -> None:
         make(report).savefig(folder / f"{name}.png", dpi=DPI)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty one of so many inches. ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("figures need matplotlib; `pip install -e .[data]`, or --no_figures") from None
+        raise ValueError("figures need matplotlib; `pip install -e .[data]`, or leave them out") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -44,7 +45,7 @@ def _style(number: int) -> str:
 
 def losses(report: Report) -> Any:
     """Held-out loss along every axis."""
-    figure = _figure(14, 4.5)
+    figure = new_figure(14, 4.5)
     for number, axis in enumerate(report.axes):
         axes = figure.add_subplot(1, len(report.axes), number + 1, xlabel=LABELS[axis])
         for i, group in enumerate(report.groups):
@@ -88,7 +89,7 @@ def _window(report: Report) -> tuple[float, float]:
 def differences(report: Report) -> Any:
     """Difference in loss to the reference at equal tokens: mean, interval, and every seed as a dot."""
     others = report.groups[1:]
-    figure = _figure(8, 1.6 + 0.45 * max(1, len(others)))
+    figure = new_figure(8, 1.6 + 0.45 * max(1, len(others)))
     axes = figure.add_subplot(xlabel=f"loss - loss of {report.reference.name}, nats per token at equal tokens")
     axes.axvline(0, color="black", linewidth=0.8)
     base = report.readings(report.reference, "tokens", "loss")
@@ -111,7 +112,7 @@ def differences(report: Report) -> Any:
 
 def training(report: Report) -> Any:
     """Of each variant's first seed: training loss, gradient norm, learning rates and update RMS by role."""
-    figure = _figure(14, 8)
+    figure = new_figure(14, 8)
     panels = {
         "loss": "training loss",
         "grad_norm": "gradient norm",
@@ -147,7 +148,7 @@ def expert_load(report: Report) -> Any:
     """Share of each layer's tokens by expert, over the mean share: 1 is even. Of each variant's first seed."""
     groups = [group for group in report.groups if group.first()["expert_load"]]
     rows = [max(2, len(group.first()["expert_load"])) for group in groups]
-    figure = _figure(7, 0.8 + sum(0.9 + 0.22 * n for n in rows))
+    figure = new_figure(7, 0.8 + sum(0.9 + 0.22 * n for n in rows))
     panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=rows)[:, 0]
     for axes, group in zip(panels, groups, strict=True):
         load = group.first()["expert_load"]

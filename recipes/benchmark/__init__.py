@@ -1,1 +1,1 @@
-"""Measure, but only what has been found right: `python -m recipes.benchmark kernels`, `… step`."""
+"""Measure, but only what has been found right: `python -m recipes.benchmark kernels`, `… step`, `… length`."""

@@ -2,6 +2,7 @@
 
 python -m recipes.benchmark kernels --json-file kernels.json
 python -m recipes.benchmark step --job.config_file train_configs/hymo_primary.toml --json-file step.json
+python -m recipes.benchmark length --job.config_file train_configs/hymo_primary.toml --figure length.png
 """
 
 import sys
@@ -9,6 +10,7 @@ import sys
 import tyro
 
 from recipes.benchmark.kernels import kernels
+from recipes.benchmark.length import length
 from recipes.benchmark.step import step
 
 
@@ -18,6 +20,8 @@ def main(arguments: list[str]) -> None:
             tyro.cli(kernels, prog="recipes.benchmark kernels", args=rest)
         case ["step", *rest]:
             step(rest)
+        case ["length", *rest]:
+            length(rest)
         case _:
             sys.exit(__doc__.strip())
 

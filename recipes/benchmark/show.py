@@ -29,6 +29,30 @@ def show(figures: Figures, console: Console) -> None:
                 console.print(f"{row['on']} failed: {row['error']}", markup=False)
 
 
+def show_lengths(figures: Figures, console: Console) -> None:
+    """A row a recipe and length."""
+    device, rows = figures["device"], figures["rows"]
+    console.print(
+        f"{device['name']}, torch {device['torch']}, Triton {device['triton']}; rank 0 of {figures['ranks']}; "
+        f"{figures['tokens']:,} random tokens a micro-batch, forward and backward"
+    )
+    columns = ("ms", "tok/s", "of ceiling", "MFU", "GiB reserved")
+    table = _table("recipe", "rows × tokens", *columns, "kept a token", "of a sequence")
+    for row in rows:
+        ms, tps, _, share, mfu, _, reserved = ["failed", *[""] * 6] if "error" in row else _speed(row)
+        kept = (f"{row['cache_bytes_a_token']:,.0f} B", f"{sequence_bytes(row) / 2**20:,.1f} MiB")
+        table.add_row(row["recipe"], f"{row['sequences']} × {row['length']:,}", ms, tps, share, mfu, reserved, *kept)
+    console.print(table)
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['recipe']} at {row['length']} failed: {row['error']}", markup=False)
+
+
+def sequence_bytes(row: Figures) -> float:
+    """What decoding keeps of a whole sequence."""
+    return row["cache_bytes_a_token"] * row["length"] + row["state_bytes"]
+
+
 def _section(console: Console, heading: str, content: Table | str) -> None:
     console.print(f"\n{heading}", style="bold")
     console.print(content, markup=False) if isinstance(content, str) else console.print(content)

@@ -94,7 +94,7 @@ class Bench:
                 "step": job.training.tokens_per_step,
                 "recipe": whole.steps * whole.tokens_per_step,
             },
-            "flops_per_token": self._flops(job),
+            "flops_per_token": self.flops(job),
             **self.attempt((), self._whole),
             **({"parts_ms": self.attempt(EAGER, self._parts, micro_batches=1)} if self.options.parts else {}),
             **({"optimisations": self._optimisations()} if self.options.optimisations else {}),
@@ -133,7 +133,7 @@ class Bench:
     # Figures of one run -----------------------------------------------------------------------------
 
     def _whole(self, run: pretrain.Run) -> Figures:
-        found = {"forward_backward": self._forward_backward(run)}
+        found = {"forward_backward": self.forward_backward(run)}
         if self.place.device.type == "cuda":
             found["gpu"] = self._busy(run)
         return {**found, **self._steps(run)}
@@ -144,7 +144,7 @@ class Bench:
         wall = statistics.median(self._clocked(lambda: gradients(run, batches)) for _ in range(3))
         return {"micro_batches": PROFILED, "wall_ms": wall, **busy(lambda: gradients(run, batches))}
 
-    def _forward_backward(self, run: pretrain.Run) -> Figures:
+    def forward_backward(self, run: pretrain.Run) -> Figures:
         """Median of micro-batches within one accumulation; the loss is that of the initial weights."""
         batches = self._batches(run, self.options.micro_batches)
         loss = gradients(run, batches[:1])[0]
@@ -186,7 +186,7 @@ class Bench:
         for label, on in {"none": (), **{name: (name,) for name in SWITCHES}, "all": SWITCHES}.items():
             flags = [f"--{name}.enable={str(name in on).lower()}" for name in SWITCHES]
             flags += [f"--{name}.on_failure=error" for name in on]
-            rows.append({"on": label, **self.attempt(flags, self._forward_backward)})
+            rows.append({"on": label, **self.attempt(flags, self.forward_backward)})
         return rows
 
     # Helpers ----------------------------------------------------------------------------------------
@@ -198,12 +198,12 @@ class Bench:
             at += 1
         return found[:number]
 
-    def _flops(self, job: Job) -> float:
+    def flops(self, job: Job) -> float:
         return sum(job.model.config.flops_per_token(job.training.seq_len).values())
 
     def _speed(self, job: Job, tokens: int, ms: float) -> Figures:
         """Of one rank that trains `tokens` in `ms`."""
-        speed = throughput(tokens, ms / 1e3, 1, self._flops(job), self.peak)
+        speed = throughput(tokens, ms / 1e3, 1, self.flops(job), self.peak)
         share = 100 * speed.tflops * 1e12 / self.ceilings["matmul_flops"]
         return {"tps": speed.tps, "tflops": speed.tflops, "ceiling_share": share, "mfu": speed.mfu}
 
