@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from components.kernels.grouped_gemm import launch, op
 from components.kernels.grouped_gemm.op import grouped_mm, mixture_of_swiglu
+from tests.kernels.recording import recorded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels run on either
 SIZES = [
@@ -134,12 +135,26 @@ LARGE = [
 ]
 
 
+@pytest.fixture
+def tf32():
+    """Puts the flag back. Monkeypatch would fail to: the flag is not in its object's dictionary."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(("allowed", "precision"), [(False, "ieee"), (True, "tf32")])
+def test_products_are_tf32_only_where_that_is_allowed(tf32, allowed, precision):
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    assert launch._precision() == precision
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("sizes", "P", "Q"), LARGE)
-def test_products_are_fp32_on_the_gpu_or_tf32_where_that_is_allowed(monkeypatch, sizes, P, Q):
+def test_products_are_fp32_on_the_gpu_or_tf32_where_that_is_allowed(tf32, sizes, P, Q):
     inputs = problem(sizes, P, Q)
     for allowed, low, high in ((False, 0.0, 2e-6), (True, 2e-5, 2e-3)):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        torch.backends.cuda.matmul.allow_tf32 = allowed
         assert low < error(outputs_and_gradients(grouped_mm, *inputs), exact(*inputs)) < high
 
 
@@ -153,14 +168,7 @@ def test_two_runs_give_the_same_bits():
 @pytest.mark.gpu
 def test_a_recording_follows_the_sizes_of_groups_that_a_replay_finds():
     rows, weight, ends, dy = problem((5, 0, 170, 1, 14), 40, 72)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        outputs_and_gradients(grouped_mm, rows, weight, ends, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = outputs_and_gradients(grouped_mm, rows, weight, ends, dy)
+    graph, _, found = recorded(lambda: outputs_and_gradients(grouped_mm, rows, weight, ends, dy))
     ends.copy_(torch.tensor([0, 100, 101, 101, 190]))
     graph.replay()
-    assert error(recorded, exact(rows, weight, ends, dy)) < 2e-6
+    assert error(found, exact(rows, weight, ends, dy)) < 2e-6

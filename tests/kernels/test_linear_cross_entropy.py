@@ -8,6 +8,7 @@ import torch
 from components.kernels.linear_cross_entropy import eager, launch, op
 from components.kernels.linear_cross_entropy.op import linear_cross_entropy
 from components.kernels.linear_cross_entropy.reference import IGNORE, linear_cross_entropy_reference
+from tests.kernels.recording import recorded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels run on either
 CAPS = (0.0, 2.0, 15.0, 60.0)  # none; within the bound that stands for the maximum; beyond it
@@ -139,14 +140,7 @@ def test_two_runs_give_the_same_bits():
 @pytest.mark.gpu
 def test_a_recording_gives_what_a_run_does():
     inputs = problem(304, 64, 5008, torch.bfloat16)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = run(*inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = run(*inputs)
+    graph, expected, found = recorded(lambda: run(*inputs))
     graph.replay()
-    for one, other in zip(recorded, expected, strict=True):
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
