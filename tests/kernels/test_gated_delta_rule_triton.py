@@ -16,6 +16,7 @@ from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.forms import choose
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
+from tests.kernels.recording import recorded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = SmallHeads(segment=32, chunks_per_program=1)
@@ -71,10 +72,16 @@ def exact(x, do, dstate):
     return [*chunk.forward(x), *chunk.backward(x, do.double(), None if dstate is None else dstate.double())]
 
 
+def least(expected):
+    """What errors are at least measured against: a hundredth of dv, and what float32 can hold (a state that only decays
+    ends far below)."""
+    return max(0.01 * expected[4].norm().item(), 1e-30)
+
+
 def check(found, expected, out, grad):
     """Relative L2 errors. The gates' gradients are sums that may cancel to nothing: they are measured against what is
-    summed, not below a hundredth of dv."""
-    floor = 0.01 * expected[4].norm().item()
+    summed."""
+    floor = least(expected)
     gates = max(floor, *(expected[i].norm().item() for i in (5, 7, 8)))
     for name, one, other in zip(NAMES, found, expected, strict=True):
         if other is None:
@@ -259,7 +266,7 @@ def test_extremes_of_wide_heads_on_the_gpu(extreme):
     do, dstate = upstream(x)
     found, expected = run(x, do, dstate, choose(64, 128)), exact(x, do, dstate)
     assert all(y.isfinite().all() for y in found)
-    floor = 0.01 * expected[4].norm()
+    floor = least(expected)
     for name, one, other in zip(NAMES[:5], found, expected, strict=False):
         assert (one.double() - other).norm() <= 0.02 * max(floor, other.norm()), name
 
@@ -276,8 +283,8 @@ def test_packed_documents_on_the_gpu(widths):
 @pytest.mark.gpu
 def test_a_long_sequence_and_many_documents_on_the_gpu():
     check_on_gpu(inputs(1, 65536, 1, 1, 32, 32, dtype=torch.bfloat16, initial=False))
-    starts = torch.arange(0, 300_001, 3).tolist()
-    x = inputs(1, 300_000, 1, 1, 32, 32, starts=starts, initial=False, dtype=torch.bfloat16)
+    starts = torch.arange(0, 60_001, 3).tolist()
+    x = inputs(1, starts[-1], 1, 1, 32, 32, starts=starts, initial=False, dtype=torch.bfloat16)
     o, _, _ = choose(32, 32).launch(x).forward(False)
     expected, _ = chunk.forward(in_float64(x))
     assert (o.double() - expected).norm() < 0.005 * expected.norm()
@@ -308,13 +315,6 @@ def test_the_op_is_recorded_in_a_cuda_graph(widths):
         o, _ = gated_delta_rule(*tensors)
         return o, *torch.autograd.grad(o, tensors, do)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        found = step()
+    graph, expected, found = recorded(step)
     graph.replay()
-    torch.cuda.synchronize()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
