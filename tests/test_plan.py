@@ -189,14 +189,9 @@ def test_experts_that_compute_in_fp32_keep_more_and_are_gathered_in_it():
     flags = ("--training.dtype", "bfloat16", "--parallelism.plan", "zero1")
     mixed, exact = (job("hymo_debug", *flags, *more) for more in ((), ("--moe_mixed_precision.no_enable",)))
     assert activations(exact).held > activations(mixed).held
-    experts = sum(n for path, n in _routed(exact))
-    assert sum(footprint(exact).computing.values()) - sum(footprint(mixed).computing.values()) == 2 * experts
-
-
-def _routed(recipe: Job):
     with torch.device("meta"):
-        model = recipe.model.build()
-    return [(path, p.numel()) for path, p in model.named_parameters() if ".experts." in path]
+        routed = sum(p.numel() for name, p in exact.model.build().named_parameters() if ".experts." in name)
+    assert sum(footprint(exact).computing.values()) - sum(footprint(mixed).computing.values()) == 2 * routed
 
 
 def test_the_recurrence_in_pytorch_keeps_less():
