@@ -202,15 +202,15 @@ def test_the_recurrence_in_pytorch_keeps_less():
     assert plain.held < fused.held
 
 
-def test_a_compiled_norm_needs_what_it_was_computed_from():
-    """Taken apart by the compiler, not stood in for: what depends on nothing would be made out of nothing again."""
-    x, into, out = (torch.zeros(64, 64, requires_grad=needed) for needed in (False, True, True))
-    run = torch.compile(lambda: F.rms_norm(x @ into, (64,)) @ out, backend="aot_eager_decomp_partition")
+def test_a_compiled_norm_needs_its_input_and_what_its_gradient_comes_through():
+    """Taken apart by the compiler, not stood in for: gradients that depend on nothing need nothing kept."""
+    x, into, gate = (torch.zeros(64, 64, requires_grad=needed) for needed in (False, True, True))
+    run = torch.compile(lambda: F.rms_norm(x @ into, (64,)) * (x @ gate), backend="aot_eager_decomp_partition")
     with norms_of_cuda():
         run().sum().backward()
-        with LiveBytes(ignored=[x, into, out]) as tracker:
+        with LiveBytes(ignored=[x, into, gate]) as tracker:
             y = run()
-    assert tracker.live >= 2 * y.nbytes
+    assert tracker.live >= 3 * y.nbytes  # both products and the result
 
 
 def test_a_compiled_model_keeps_less():
