@@ -106,7 +106,8 @@ class LiveBytes(TorchDispatchMode):
 @contextmanager
 def norms_of_cuda() -> Iterator[None]:
     """CUDA has RMSNorm in one kernel, a CPU in several: of what these keep, only the input and a number a row stay. A
-    compiler takes it apart on either, and drops what leads to gradients that depend on nothing, as this stand-in's do."""
+    compiler takes it apart on either; from the stand-in's gradients, which depend on nothing, it would conclude that
+    nothing need be kept for them."""
     plain = F.rms_norm
 
     def norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
