@@ -34,6 +34,13 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def _thousands() -> Any:
+    """Numbers as 20 k, 1.5 G."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter()
+
+
 def _colour(number: int) -> str:
     return f"C{number % 10}"
 
@@ -54,6 +61,8 @@ def losses(report: Report) -> Any:
             low, high = ([m + s * h for m, h in zip(middle, half, strict=True)] for s in (-1, 1))
             axes.fill_between(at, low, high, color=_colour(i), alpha=0.15, linewidth=0)
         axes.set_ylim(*_window(report))
+        axes.xaxis.set_major_formatter(_thousands())
+        axes.locator_params(axis="x", nbins=6)
         axes.grid(alpha=0.3)
         if number == 0:
             axes.set_ylabel("held-out loss, nats per token")
