@@ -30,7 +30,7 @@ ROUTER_STD = 0.006
 class Router(nn.Module):
     """Logits of every expert, in fp32: near-ties between experts must not be decided by rounding."""
 
-    fp32_unit = True  # sharded and computed in fp32 whatever the rest of the block uses
+    fp32_unit = True  # sharded and computed in fp32 whatever the rest of the block uses; an FFN may take that back
 
     def __init__(self, dim: int, experts: int):
         super().__init__()
@@ -175,6 +175,7 @@ class DeepSeekMoE(nn.Module):
         bias_speed: float = 0.001  # step of the selection bias
         ema: float = 0.02  # share of the newest counts in the average load; 1 uses each step's alone
         tolerance: float = 0.05  # distance from the mean load that moves no bias
+        exact_router: bool = True  # the router's product in fp32, whatever the rest uses
 
         def __post_init__(self):
             if not 1 <= self.top_k <= self.experts:
@@ -199,6 +200,7 @@ class DeepSeekMoE(nn.Module):
         super().__init__()
         self.config = config
         self.router = Router(dim, config.experts)
+        self.router.fp32_unit = config.exact_router
         self.experts = Experts(dim, config.experts, config.hidden, residual_std(branches))
         shared = SwiGLU.Config(hidden=config.shared * config.hidden) if config.shared else None
         self.shared = SwiGLU(shared, dim=dim, branches=branches, role="expert") if shared else None
@@ -207,7 +209,8 @@ class DeepSeekMoE(nn.Module):
 
     def forward(self, x_BTD: Tensor, ctx: Context) -> tuple[Tensor, Aux]:
         x_ND = x_BTD.flatten(0, 1)
-        scores_NE = self.router(x_ND).sigmoid()
+        logits_NE = self.router(x_ND)
+        scores_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32)).sigmoid()
         expert_NK = (scores_NE.detach() + self.bias_E).topk(self.config.top_k, -1).indices
         counts_E = choice_counts(expert_NK, self.config.experts)
         weight_NK = scores_NE.gather(-1, expert_NK)

@@ -7,6 +7,7 @@ import registry
 from components.kernels.grouped_gemm.op import mixture_of_swiglu
 from components.kernels.grouped_gemm.reference import mixture_of_swiglu_reference
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
+from components.parallel.plan import exact_parameters
 from components.parameters import initialise
 from tests.contracts.parts import context
 from tests.models.tiny import batch, model, tokens
@@ -123,3 +124,13 @@ def test_a_forward_leaves_bias_and_load_alone():
 def test_impossible_experts_are_refused_in_one_sentence(changes, words):
     with pytest.raises(registry.RecipeError, match=words):
         moe(**changes)
+
+
+def test_the_router_computes_in_fp32_unless_the_recipe_takes_that_back_and_chooses_alike_where_both_are_fp32():
+    experts = {"name": "deepseek_moe", "experts": 4, "top_k": 2, "hidden": 16}
+    exact, like_the_rest = (model(ffns={"experts": {**experts, "exact_router": on}}) for on in (True, False))
+    weights = exact_parameters(exact)
+    assert {exact.layers[0].ffn.router.weight, exact.layers[2].ffn.router.weight} <= weights
+    assert not {p for p in exact_parameters(like_the_rest) if p.shape == (4, 32)}
+    rows = batch(tokens())
+    assert torch.equal(exact(rows).loss_sums, like_the_rest(rows).loss_sums)
