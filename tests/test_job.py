@@ -378,6 +378,8 @@ def test_ranks_that_cannot_share_the_batch_are_refused_with_the_multiple_they_ne
     monkeypatch.setenv("WORLD_SIZE", "2")
     [line] = told(DEBUG, "--parallelism.data_parallel_shard_degree", "4")
     assert "4 shards x 1 copies are 4 ranks, but this run has 2" in line
+    [line] = told(DEBUG, "--parallelism.plan", "zero1", "--parallelism.data_parallel_replicate_degree", "2")
+    assert '[parallelism.data_parallel_replicate_degree]: plan "zero1" shards over all ranks' in line
 
 
 def test_missing_text_and_a_missing_tokenizer_are_told_before_a_run(recipe):

@@ -1,8 +1,8 @@
 """Projections that share a matrix: taking their joint output apart.
 
 Autograd's gradient of a split is a concatenation, and a compiler that fuses it with what made its pieces computes every
-piece everywhere, under masks: 0.52 ms where the pieces alone and a copy of each take 0.12 (three of 1,280 columns,
-16,384 rows, one of them the gradient of a SiLU).
+piece everywhere, under masks: 0.52 ms for three of 1,280 columns and 16,384 rows, one of them the gradient of a SiLU,
+where their bytes take 0.06 on an H200.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ backward adds its gradients to fp32 sums, whole too, and the sums are reduced on
 other rank, whole micro-batches can be recorded as CUDA graphs, and accumulation costs no precision. The price is 2 + 4
 bytes a parameter on every rank beside the shards, where `fsdp2` holds one block's weights.
 
-Left out on purpose: overlapping the one reduction with the last backward; it takes 2% of a step of eight micro-batches.
+Left out on purpose: overlapping the one reduction with the last backward.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ from components.models.stacked_lm import StackedLM
 from components.parallel.plan import Plan, compute_dtype, data_mesh, exact_parameters, placement
 from registry import register
 
-BUCKET = 64 * 2**20  # parameters that travel together: large messages, and buffers of 256 MB
+BUCKET = 64 * 2**20  # parameters that travel together: large messages, yet small buffers beside the whole
 
 
 class Trained(NamedTuple):
@@ -152,7 +152,7 @@ class Bucket:
             master.grad = DTensor.from_local(gradient, self.mesh, master.placements, run_check=False, **shape)
 
     def _buffer(self, ranks: int, dtype: torch.dtype) -> Tensor:
-        length = sum(_padded(m.master, self.ranks) for m in self.members)
+        length = sum(_padded(m.master) for m in self.members)
         return torch.empty(ranks, length, dtype=dtype, device=self.sums.device)
 
     def _pieces(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
@@ -164,7 +164,7 @@ class Bucket:
 
     def _views(self, flat: Tensor, rank: int) -> list[Tensor]:
         """The rank's part of each parameter within a flat buffer, padding left out."""
-        parts = flat.split([_padded(m.master, self.ranks) for m in self.members])
+        parts = flat.split([_padded(m.master) for m in self.members])
         shapes = [_piece_shape(m.master, rank) for m in self.members]
         return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -221,6 +221,6 @@ def _piece_shape(master: DTensor, rank: int) -> torch.Size:
     return torch.Size([*master.shape[:axis], _range(master, rank)[1], *master.shape[axis + 1 :]])
 
 
-def _padded(master: DTensor, ranks: int) -> int:
+def _padded(master: DTensor) -> int:
     """The longest rank's part."""
     return _piece_shape(master, 0).numel()

@@ -126,9 +126,9 @@ def _recorded(
         return
     path, whole = ("cuda_graph", "components"), lookup("plan", parallelism.plan).cls.whole
     if (MICRO_BATCH in cuda_graph.components) != whole or (whole and len(cuda_graph.components) > 1):
-        record = f'"{MICRO_BATCH}" (the whole micro-batch) alone' if whole else "labels of mixers"
+        record = f'"{MICRO_BATCH}" (the whole micro-batch) alone' if whole else 'labels of mixers, such as ["mla"]'
         why = "keeps all weights in place" if whole else "moves weights within a micro-batch"
-        yield Problem(path, f'plan = "{parallelism.plan}" {why}: record {record}')
+        yield Problem(path, f'plan = "{parallelism.plan}" {why}: record {record}; or set enable = false')
     elif not whole:
         yield from _recorded_mixers(cuda_graph, model, data, compile, activation_checkpoint)
 

