@@ -35,9 +35,9 @@ def choose(
 
 def _wide_on_hopper(K: int, V: int) -> WideHeads:
     if K <= 64:
-        return WideHeads()
-    walk = {"sweep_block": 128, "sweep_warps": 8, "sweep_stages": 1} if V % 128 == 0 else {}
-    return WideHeads(**walk, output_stages=2, query_stages=2, key_stages=2)
+        return WideHeads(key_block=32)
+    walk = {"sweep_block": 128, "sweep_warps": 8} if V % 128 == 0 else {}
+    return WideHeads(**walk, output_stages=2, query_block=32, key_block=32)
 
 
 def _wide_before_hopper(K: int) -> WideHeads:
