@@ -78,7 +78,7 @@ def test_backward_work_belongs_to_the_part_whose_forward_made_it(monkeypatch):
     monkeypatch.setattr(parts, "_part", noted)
     parts.time_by_part(model, optimizer, lambda: model(batch).loss_sums.sum().backward(), torch.device("cpu"))
     owner = dict(found)
-    assert owner["hymo::gated_delta_rule"] == owner["hymo::gated_delta_rule_backward"] == "mixer gdn"
+    assert owner["_GatedDeltaRule"] == owner["_GatedDeltaRuleBackward"] == "mixer gdn"
     assert owner["hymo::linear_cross_entropy"] == owner["hymo::linear_cross_entropy_backward"] == parts.HEADS
     nodes = {part for name, part in found if name.startswith("autograd::engine::evaluate_function")}
     assert nodes == {"mixer gdn", "mixer mla", "ffn experts", parts.HEADS, parts.REST}

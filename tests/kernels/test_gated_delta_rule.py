@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from components.kernels.gated_delta_rule.reference import gated_delta_rule_reference
@@ -80,6 +81,39 @@ def test_the_op_passes_pytorchs_own_checks_and_compiles_whole():
     found = torch.autograd.grad(compiled(*x[:7]), x[:7])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Watching(TorchDispatchMode):
+    """Sees every op, as compilers and the modes of recomputation do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("initial", [False, True])
+def test_a_mode_that_watches_sees_the_op_and_the_same_outputs_and_gradients(initial):
+    x = inputs(T=9)
+    given = {"initial_state_BHKV": x[7] if initial else None, "return_state": True}
+    wanted = x if initial else x[:7]
+
+    def outputs_and_gradients():
+        o, state = gated_delta_rule(*x[:7], **given)
+        return o, state, *torch.autograd.grad(o.square().sum() + state.sum(), wanted)
+
+    expected = outputs_and_gradients()
+    with Watching() as mode:
+        found = outputs_and_gradients()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert [name for name in mode.seen if "hymo" in name] == [
+        "hymo.gated_delta_rule.default",
+        "hymo.gated_delta_rule_backward.default",
+    ]
 
 
 @pytest.mark.parametrize(

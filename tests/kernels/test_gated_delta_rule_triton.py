@@ -14,6 +14,7 @@ import torch
 from components.kernels.gated_delta_rule import chunk, gated_delta_rule
 from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.forms import choose
+from components.kernels.gated_delta_rule.launch import dense
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
 from tests.kernels.recording import recorded
@@ -62,9 +63,10 @@ def upstream(x, seed=1):
 
 
 def run(x, do, dstate, config):
+    x = dense(x)
     launch = config.launch(x)
-    o, state, kept = launch.forward(True)
-    return [o, state, *launch.backward(kept, do, dstate)]
+    o, state, kept = launch.forward(x, True)
+    return [o, state, *launch.backward(x, kept, do, dstate)]
 
 
 def exact(x, do, dstate):
@@ -292,7 +294,7 @@ def test_a_long_sequence_and_many_documents_on_the_gpu():
     check_on_gpu(inputs(1, 65536, 1, 1, 32, 32, dtype=torch.bfloat16, initial=False))
     starts = torch.arange(0, 60_001, 3).tolist()
     x = inputs(1, starts[-1], 1, 1, 32, 32, starts=starts, initial=False, dtype=torch.bfloat16)
-    o, _, _ = choose(32, 32).launch(x).forward(False)
+    o, _, _ = choose(32, 32).launch(x).forward(x, False)
     expected, _ = chunk.forward(in_float64(x))
     assert (o.double() - expected).norm() < 0.005 * expected.norm()
 

@@ -36,7 +36,7 @@ def test_a_kernel_is_compiled_once_and_launched_with_its_constants_in_the_order_
     kernel(4, x, 32, WIDE=True, BLOCK=8)
     kernel(5, x, 48, WIDE=True, BLOCK=8)
     assert jitted.compiled == 1
-    assert jitted.launched == [((5, 1, 1), (x, 48, 8, True))]
+    assert jitted.launched == [((5, 1, 1), (x.data_ptr(), 48, 8, True))]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,22 @@ def test_what_triton_specialises_on_compiles_a_kernel_anew(jitted, change):
     kernel(4, *arguments, **{"BLOCK": 8, "WIDE": True, **options})
     assert jitted.compiled == 2
     assert jitted.launched == []
+
+
+def test_a_caller_that_vouches_for_its_calls_finds_the_kernel_without_a_key(jitted, monkeypatch):
+    x, other, kernel, known = torch.zeros(64), torch.ones(64), Kernel(jitted), {}
+    kernel(4, x, 32, BLOCK=8, WIDE=True, known=known)
+    monkeypatch.setattr("components.kernels.launcher._specialisation", None)
+    kernel(6, other, 48, BLOCK=8, WIDE=True, known=known)
+    assert jitted.compiled == 1
+    assert jitted.launched == [((6, 1, 1), (other.data_ptr(), 48, 8, True))]
+
+
+def test_what_one_caller_remembers_is_not_taken_for_another(jitted):
+    x, kernel = torch.zeros(64), Kernel(jitted)
+    kernel(4, x, 32, BLOCK=8, WIDE=True, known={})
+    kernel(4, x.half(), 32, BLOCK=8, WIDE=True, known={})
+    assert jitted.compiled == 2
 
 
 def test_arguments_share_a_key_only_where_triton_compiles_them_alike():

@@ -40,6 +40,15 @@ class Inputs:
     starts_L1: Tensor | None
     scale: float
 
+    def layout(self) -> tuple:
+        """All of them but their contents: what may differ between calls of equal layout is values and addresses."""
+        x = (
+            self.q_BTGK, self.k_BTGK, self.v_BTHV, self.a_BTH, self.b_BTH, self.A_log_H, self.dt_bias_H,
+            self.initial_state_LHKV, self.starts_L1,
+        )  # fmt: skip
+        each = [None if y is None else (y.shape, y.stride(), y.dtype, y.data_ptr() % 16) for y in x]
+        return self.v_BTHV.device, *each
+
 
 @dataclass(frozen=True)
 class Grid:

@@ -12,19 +12,20 @@ from torch import Tensor
 
 from components.kernels.gated_delta_rule import tiles
 from components.kernels.gated_delta_rule.chunk import Inputs
+from components.kernels.launcher import Known
 
 Gradients = tuple[Tensor | None, ...]
 Sizes = list[tuple[int, torch.dtype]]  # elements, a multiple of 16 bytes of them except at the end of a list, and dtype
 
 
 class Launch(ABC):
-    """One call: its shapes, the keyword arguments its kernels share, its buffers. C tokens a chunk, L a segment."""
+    """What follows from the layout of dense inputs alone: sizes, buffers, the keyword arguments that kernels share. C
+    tokens a chunk, L a segment."""
 
     def __init__(self, x: Inputs, C: int, L: int):
-        self.x = x = _with_dense_inputs(x)
-        self.C, self.L = C, L
+        self.C, self.L, self.device = C, L, x.v_BTHV.device
         self.B, self.T, self.H, self.V = x.v_BTHV.shape
-        self.K = x.q_BTGK.shape[3]
+        self.G, self.K = x.q_BTGK.shape[2:]
         self.BK = padded(self.K)
         self.packed = x.starts_L1 is not None
         self.documents = len(x.starts_L1) - 1 if self.packed else self.B
@@ -37,19 +38,24 @@ class Launch(ABC):
             "CT": tl.float32 if self.exact else tl.bfloat16,
             "PRECISION": "tf32x3" if self.exact else "tf32",
         }
-        self.starts = x.starts_L1 if self.packed else x.v_BTHV
+        self._known: dict[tuple, Known] = {}
 
     @abstractmethod
     def kept(self) -> Sizes:
         """Elements and dtype of each tensor that forward keeps for backward."""
 
     @abstractmethod
-    def forward(self, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
         """o_BTHV, final_state_LHKV (empty unless asked for), and the buffer of what backward needs."""
 
     @abstractmethod
-    def backward(self, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
+    def backward(self, x: Inputs, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
         """Gradients of q, k, v, a, b, A_log, dt_bias and the initial state (None without one)."""
+
+    def known(self, *call) -> Known:
+        """The compiled kernels of calls that are alike in what the inputs' layout leaves open: flags, other tensors."""
+        call = tuple((x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in call)
+        return self._known.setdefault(call, {})
 
     def kept_bytes(self) -> int:
         return _bytes(self.kept())
@@ -62,43 +68,42 @@ class Launch(ABC):
         return _pieces(self.new(_bytes(sizes), dtype=torch.uint8), sizes)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.x.v_BTHV.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def new_outputs(self, return_state: bool) -> tuple[Tensor, Tensor]:
+    def new_outputs(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor]:
         state = self.new(self.documents, self.H, self.K, self.V) if return_state else self.new(0)
-        return torch.empty_like(self.x.v_BTHV, memory_format=torch.contiguous_format), state
+        return torch.empty_like(x.v_BTHV, memory_format=torch.contiguous_format), state
 
-    def new_gradients(self) -> list[Tensor]:
+    def new_gradients(self, x: Inputs) -> list[Tensor]:
         """Buffers for dq, dk, dv, da, db, dA_log, ddt_bias: those of q and k one a value head, in float32 where several
         are to be summed."""
-        x = self.x
-        dtype = x.q_BTGK.dtype if x.q_BTGK.shape[2] == self.H else torch.float32
+        dtype = x.q_BTGK.dtype if self.G == self.H else torch.float32
         dq, dk = (self.new(self.B, self.T, self.H, self.K, dtype=dtype) for _ in range(2))
         others = (x.v_BTHV, x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H)
         return [dq, dk, *(torch.empty_like(y, memory_format=torch.contiguous_format) for y in others)]
 
-    def slots(self) -> Tensor:
-        """Each segment slot's document; any tensor where rows are documents, as kernels then do not read it."""
+    def where(self, x: Inputs, known: Known) -> tuple[Tensor, Tensor, int]:
+        """Documents' starts, each segment slot's document, and T. Where rows are documents kernels do not read the
+        first two, and any tensor will do."""
         if not self.packed:
-            return self.x.v_BTHV
+            return x.v_BTHV, x.v_BTHV, self.T
         slots = self.new(self.n_slots, dtype=torch.int32)
         tiles.find_documents(
-            ceil_div(self.n_slots, 128), self.x.starts_L1, slots, self.n_slots, self.documents,
-            self.documents.bit_length(), L=self.L, BLOCK=128,
+            ceil_div(self.n_slots, 128), x.starts_L1, slots, self.n_slots, self.documents,
+            self.documents.bit_length(), L=self.L, BLOCK=128, known=known,
         )  # fmt: skip
-        return slots
+        return x.starts_L1, slots, self.T
 
-    def gates(self, vectors: Tensor, slots: Tensor) -> None:
-        x, BH = self.x, 16
+    def gates(self, x: Inputs, vectors: Tensor, where: tuple[Tensor, Tensor, int], known: Known) -> None:
+        BH = 16
         tiles.gates(
             self.n_slots * (self.L // self.C) * ceil_div(self.H, BH),
-            x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, vectors, self.starts, slots, self.T,
-            x.a_BTH.stride(1), x.b_BTH.stride(1),
-            H=self.H, BH=BH, C=self.C, L=self.L, PACKED=self.packed, num_warps=1,
+            x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, vectors, *where, x.a_BTH.stride(1), x.b_BTH.stride(1),
+            H=self.H, BH=BH, C=self.C, L=self.L, PACKED=self.packed, num_warps=1, known=known,
         )  # fmt: skip
 
-    def reduce_shares(self, shares: Tensor, dA_log: Tensor, ddt_bias: Tensor) -> None:
-        tiles.reduce_shares(self.H, shares, dA_log, ddt_bias, self.n_slots, H=self.H, BLOCK=128)
+    def reduce_shares(self, shares: Tensor, dA_log: Tensor, ddt_bias: Tensor, known: Known) -> None:
+        tiles.reduce_shares(self.H, shares, dA_log, ddt_bias, self.n_slots, H=self.H, BLOCK=128, known=known)
 
     def sum_groups(self, d_BTHK: Tensor, like_BTGK: Tensor) -> Tensor:
         """The gradient of a query or key, summed over the value heads that read it."""
@@ -138,6 +143,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if even and together else x.contiguous()
 
 
-def _with_dense_inputs(x: Inputs) -> Inputs:
-    tensors = (_dense(y) for y in (x.q_BTGK, x.k_BTGK, x.v_BTHV, x.a_BTH, x.b_BTH))
-    return Inputs(*tensors, x.A_log_H, x.dt_bias_H, x.initial_state_LHKV, x.starts_L1, x.scale)
+def dense(x: Inputs) -> Inputs:
+    """The inputs as kernels read them."""
+    tensors = x.q_BTGK, x.k_BTGK, x.v_BTHV, x.a_BTH, x.b_BTH
+    even = [_dense(y) for y in tensors]
+    if all(y is z for y, z in zip(even, tensors, strict=True)):
+        return x
+    return Inputs(*even, x.A_log_H, x.dt_bias_H, x.initial_state_LHKV, x.starts_L1, x.scale)

@@ -46,7 +46,7 @@ class SmallHeadsLaunch(Launch):
             "STAGES": config.scan_stages, "num_warps": 1,
         }  # fmt: skip
         self.sizes = {
-            "H": self.H, "GROUP": self.H // self.x.q_BTGK.shape[2], "K": self.K, "BK": self.BK,
+            "H": self.H, "GROUP": self.H // self.G, "K": self.K, "BK": self.BK,
             "C": self.C, "L": self.L, "PACKED": self.packed, **self.numbers, "num_warps": 1,
         }  # fmt: skip
         self.values = {"V": self.V, "BV": self.BV}
@@ -61,40 +61,43 @@ class SmallHeadsLaunch(Launch):
             (carried * self.BK * self.BK, torch.float32),
         ]
 
-    def forward(self, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
-        x, config, slots = self.x, self.config, self.slots()
+    def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+        config, known = self.config, self.known(return_state)
         buffer = self.new(self.kept_bytes(), dtype=torch.uint8)
         TP, vectors, states, M = self.kept_in(buffer)
-        o, final = self.new_outputs(return_state)
+        o, final = self.new_outputs(x, return_state)
         q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
-        has_initial, where = x.initial_state_LHKV is not None, (self.starts, slots, self.T)
-        self.gates(vectors, slots)
+        has_initial, where = x.initial_state_LHKV is not None, self.where(x, known)
+        self.gates(x, vectors, where, known)
         parts = self.L // (self.C * config.chunks_per_program)
         kernels.chunk_matrices(
             self.over_slots * parts, q, k, TP, vectors, *where, x.scale, q.stride(1), k.stride(1), **self.sizes,
             LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
-            STAGES=config.matrix_stages,
+            STAGES=config.matrix_stages, known=known,
         )  # fmt: skip
         kernels.segment_summaries(
             self.over_slots, k, v, TP, vectors, states, M, *where, k.stride(1), v.stride(1),
-            **self.sizes, **self.values, STAGES=config.summary_stages,
+            **self.sizes, **self.values, STAGES=config.summary_stages, known=known,
         )  # fmt: skip
         kernels.scan_forward(
-            self.documents * self.H, states, M, initial, self.starts, self.T,
-            **self.scans, K=self.K, V=self.V, INITIAL=has_initial,
+            self.documents * self.H, states, M, initial, where[0], self.T,
+            **self.scans, K=self.K, V=self.V, INITIAL=has_initial, known=known,
         )  # fmt: skip
         kernels.outputs(
             self.over_slots, q, k, v, TP, vectors, states, initial, o, final, *where,
             q.stride(1), k.stride(1), v.stride(1),
             **self.sizes, **self.values, INITIAL=has_initial, FINAL=return_state, STAGES=config.output_stages,
+            known=known,
         )  # fmt: skip
         return o, final, buffer
 
-    def backward(self, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
-        x, config, slots = self.x, self.config, self.slots()
+    def backward(self, x: Inputs, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
+        config = self.config
         TP, vectors, states, M = self.kept_in(buffer)
         q, k, v, do = x.q_BTGK, x.k_BTGK, x.v_BTHV, do_BTHV.contiguous()
-        initial, dfinal, where = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do), (self.starts, slots, self.T)
+        initial, dfinal = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do)
+        known = self.known(do, dfinal_LHKV is None, dfinal)
+        where = self.where(x, known)
         ends = {"INITIAL": x.initial_state_LHKV is not None, "FINAL": dfinal_LHKV is not None}
         chunks = self.n_chunks * self.H
         R, scratch, q_dot, shares = self.new_pieces([
@@ -105,16 +108,16 @@ class SmallHeadsLaunch(Launch):
         ])  # fmt: skip
         kernels.segment_gradients(
             self.over_slots, q, k, do, TP, vectors, R, dfinal, *where, q.stride(1), k.stride(1),
-            **self.sizes, **self.values, FINAL=ends["FINAL"], STAGES=config.reverse_stages,
+            **self.sizes, **self.values, FINAL=ends["FINAL"], STAGES=config.reverse_stages, known=known,
         )  # fmt: skip
-        kernels.scan_backward(self.documents * self.H, R, M, self.starts, self.T, **self.scans)
-        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients()
+        kernels.scan_backward(self.documents * self.H, R, M, where[0], self.T, **self.scans, known=known)
+        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients(x)
         dinitial = None if x.initial_state_LHKV is None else torch.empty_like(initial)
         kernels.gradients(
             self.over_slots, q, k, v, do, do, TP, TP, vectors, states, initial, R, dfinal, scratch, q_dot,
             dq, dk, dv, da, db, shares, given(dinitial, do), *where, x.scale,
             q.stride(1), k.stride(1), v.stride(1), self.n_slots, **self.sizes, **self.values, **ends,
-            STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages,
+            STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages, known=known,
         )  # fmt: skip
-        self.reduce_shares(shares, dA_log, ddt_bias)
+        self.reduce_shares(shares, dA_log, ddt_bias, known)
         return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial

@@ -42,7 +42,7 @@ class WideHeadsLaunch(Launch):
         self.sizes = {
             "H": self.H, "K": self.K, "BK": self.BK, "C": self.C, "PACKED": self.packed, **self.numbers,
         }  # fmt: skip
-        self.heads = {"GROUP": self.H // self.x.q_BTGK.shape[2]}
+        self.heads = {"GROUP": self.H // self.G}
         self.rows = ceil_div(self.V, config.sweep_block) * config.sweep_block  # of a state, values with their padding
         self.swept, self.queried, self.keyed = (
             {"V": self.V, "BV": block, "BLOCKS": self.rows // block}
@@ -60,28 +60,29 @@ class WideHeadsLaunch(Launch):
             (chunks * C * BK, self.compute_dtype),
         ]
 
-    def forward(self, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
-        x, config, slots = self.x, self.config, self.slots()
+    def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+        config, known = self.config, self.known(return_state)
         buffer = self.new(self.kept_bytes(), dtype=torch.uint8)
         TP, vectors, M, keys, queries = self.kept_in(buffer)
         values = self.new(self.n_chunks * self.H * self.C * self.C, dtype=self.compute_dtype)
-        o, final = self.new_outputs(return_state)
+        o, final = self.new_outputs(x, return_state)
         q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
-        self.gates(vectors, slots)
+        where = self.where(x, known)
+        self.gates(x, vectors, where, known)
         kernels.chunk_maps(
-            self.over_chunks, q, k, TP, vectors, M, keys, queries, values, self.starts, slots, self.T, x.scale,
+            self.over_chunks, q, k, TP, vectors, M, keys, queries, values, *where, x.scale,
             q.stride(1), k.stride(1), **self.sizes, **self.heads, LEVELS=self.C.bit_length() - 1, IT=self.inverse_dtype,
-            num_warps=config.chunk_warps,
+            num_warps=config.chunk_warps, known=known,
         )  # fmt: skip
         kernels.outputs(
-            self.over_sequences, v, M, keys, queries, values, vectors, initial, o, final, self.starts, self.T,
+            self.over_sequences, v, M, keys, queries, values, vectors, initial, o, final, where[0], self.T,
             v.stride(1), **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None, FINAL=return_state,
-            STAGES=config.output_stages, num_warps=config.sweep_warps,
+            STAGES=config.output_stages, num_warps=config.sweep_warps, known=known,
         )  # fmt: skip
         return o, final, buffer
 
-    def backward(self, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
-        x, config, slots = self.x, self.config, self.slots()
+    def backward(self, x: Inputs, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
+        config = self.config
         TP, vectors, M, keys, queries = self.kept_in(buffer)
         chunks = self.n_chunks * self.H
         states, dstates, dPD, sums, shares = self.new_pieces([
@@ -93,18 +94,21 @@ class WideHeadsLaunch(Launch):
         ])  # fmt: skip
         q, k, v, do = x.q_BTGK, x.k_BTGK, x.v_BTHV, do_BTHV.contiguous()
         initial, dfinal = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do)
-        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients()
+        known = self.known(do, dfinal_LHKV is None, dfinal)
+        where = self.where(x, known)
+        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients(x)
         dinitial = None if x.initial_state_LHKV is None else torch.empty_like(initial)
         walk = {"STAGES": config.sweep_stages, "num_warps": config.sweep_warps, **self.sizes, **self.swept}
+        walk["known"] = known
         kernels.states_before(
-            self.over_sequences, v, M, keys, vectors, initial, states, self.starts, self.T, v.stride(1),
+            self.over_sequences, v, M, keys, vectors, initial, states, where[0], self.T, v.stride(1),
             **walk, INITIAL=dinitial is not None,
         )  # fmt: skip
         kernels.state_gradients_after(
-            self.over_sequences, do, M, queries, vectors, dfinal, dstates, given(dinitial, do), self.starts, self.T,
+            self.over_sequences, do, M, queries, vectors, dfinal, dstates, given(dinitial, do), where[0], self.T,
             **walk, INITIAL=dinitial is not None, FINAL=dfinal_LHKV is not None,
         )  # fmt: skip
-        where, sizes = (self.starts, slots, self.T), {**self.sizes, **self.heads, "num_warps": config.chunk_warps}
+        sizes = {**self.sizes, **self.heads, "num_warps": config.chunk_warps, "known": known}
         kernels.query_gradients(
             self.over_chunks, q, k, v, do, TP, vectors, states, dv, dPD, sums, dq, *where, x.scale,
             q.stride(1), k.stride(1), v.stride(1), **sizes, **self.queried, STAGES=config.query_stages,
@@ -113,5 +117,5 @@ class WideHeadsLaunch(Launch):
             self.over_chunks, q, k, do, TP, vectors, states, dstates, dPD, sums, dk, dv, da, db, shares, *where,
             q.stride(1), k.stride(1), self.n_slots, **sizes, **self.keyed, STAGES=config.key_stages,
         )  # fmt: skip
-        self.reduce_shares(shares, dA_log, ddt_bias)
+        self.reduce_shares(shares, dA_log, ddt_bias, known)
         return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial

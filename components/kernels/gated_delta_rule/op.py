@@ -1,16 +1,18 @@
 """The gated delta rule as one op: checks, the choice of the form, and the registration with torch.
 
-`torch.compile(fullgraph=True)` sees a single opaque op forward and one backward. Left out on purpose: second
-derivatives, and gradients of `cu_seqlens` and `scale`.
+`torch.compile(fullgraph=True)` sees a single opaque op forward and one backward. Where nobody looks on, the same two
+functions are called without torch's dispatch, which costs the host more than all of their launches. Left out on
+purpose: second derivatives, and gradients of `cu_seqlens` and `scale`.
 """
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from components.kernels.gated_delta_rule import chunk
 from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.forms import capability_of, choose
-from components.kernels.gated_delta_rule.launch import Launch
+from components.kernels.gated_delta_rule.launch import Launch, dense
 from components.kernels.gated_delta_rule.reference import state_dtype
 
 
@@ -44,10 +46,16 @@ def gated_delta_rule(
     """
     _check(q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens)
     scale = q_BTGK.shape[-1] ** -0.5 if scale is None else scale
-    o_BTHV, state, _ = torch.ops.hymo.gated_delta_rule(
+    call = torch.ops.hymo.gated_delta_rule if _watched(v_BTHV) else _GatedDeltaRule.apply
+    o_BTHV, state, _ = call(
         q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale, return_state
     )
     return o_BTHV, state if return_state else None
+
+
+def _watched(x: Tensor) -> bool:
+    """Whether a compiler, a mode or a kind of tensor has to see the op."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def _check(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens) -> None:
@@ -86,15 +94,30 @@ def use_fused(allowed: bool) -> None:
     anything is compiled or recorded."""
     global _fused
     _fused = allowed
+    _forms.clear()
+
+
+_forms: dict[tuple, Launch | None] = {}  # by the layout of their inputs
+MOST_FORMS = 256  # then all are made anew: prompts of any length come along
 
 
 def _form(inputs: Inputs) -> Launch | None:
-    """The Triton form of these inputs, or None where the chunked PyTorch form runs them."""
+    """The Triton form of these dense inputs, or None where the chunked PyTorch form runs them."""
     if not _fused or inputs.v_BTHV.device.type != "cuda" or inputs.v_BTHV.dtype == torch.float64:
         return None
     v = inputs.v_BTHV
     config = choose(inputs.q_BTGK.shape[3], v.shape[3], v.dtype, capability_of(v.device))
     return None if config is None else config.launch(inputs)
+
+
+def _form_again(inputs: Inputs) -> Launch | None:
+    """The same, remembered: what a form works out once is what its kernels are launched with every time."""
+    layout = inputs.layout()
+    if layout not in _forms:
+        if len(_forms) == MOST_FORMS:
+            _forms.clear()
+        _forms[layout] = _form(inputs)
+    return _forms[layout]
 
 
 # Defined by their schemas: what `torch.library.custom_op` checks at every call takes longer than all our launches.
@@ -108,22 +131,24 @@ torch.library.define(_FORWARD, f"({_INPUTS}, bool return_state) -> (Tensor, Tens
 torch.library.define(_BACKWARD, f"(Tensor do, Tensor? dstate, Tensor kept, {_INPUTS}) -> Tensor[]", tags=_TAGS)
 
 
-@torch.library.impl(_FORWARD, _DEVICES)
 def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """o, the final state (empty unless asked for) and the bytes kept for backward."""
-    inputs, return_state = Inputs(*arguments[:-1]), arguments[-1]
-    form = _form(inputs)
+    inputs, return_state = dense(Inputs(*arguments[:-1])), arguments[-1]
+    form = _form_again(inputs)
     if form is not None:
-        return form.forward(return_state)
+        return form.forward(inputs, return_state)
     o, state = chunk.forward(inputs, return_state)
     state = o.new_empty(0, dtype=state_dtype(o.dtype)) if state is None else state
     return o, state, o.new_empty(0, dtype=torch.uint8)
 
 
+torch.library.impl(_FORWARD, _DEVICES, _forward)
+
+
 @torch.library.register_fake(_FORWARD)
 def _(*arguments):
     inputs, return_state = Inputs(*arguments[:-1]), arguments[-1]
-    form, v, starts = _form(inputs), inputs.v_BTHV, inputs.starts_L1
+    form, v, starts = _form(dense(inputs)), inputs.v_BTHV, inputs.starts_L1
     documents = v.shape[0] if starts is None else starts.shape[0] - 1
     shape = (documents, v.shape[2], inputs.q_BTGK.shape[3], v.shape[3]) if return_state else (0,)
     state = v.new_empty(shape, dtype=state_dtype(v.dtype))
@@ -131,13 +156,15 @@ def _(*arguments):
     return torch.empty_like(v, memory_format=torch.contiguous_format), state, kept
 
 
-@torch.library.impl(_BACKWARD, _DEVICES)
 def _backward(do, dstate, kept, *arguments) -> list[Tensor]:
     """Gradients of q, k, v, a, b, A_log, dt_bias, and of the initial state if there is one."""
-    inputs = Inputs(*arguments)
-    form = _form(inputs)
-    gradients = chunk.backward(inputs, do, dstate) if form is None else form.backward(kept, do, dstate)
+    inputs = dense(Inputs(*arguments))
+    form = _form_again(inputs)
+    gradients = chunk.backward(inputs, do, dstate) if form is None else form.backward(inputs, kept, do, dstate)
     return [g for g in gradients if g is not None]
+
+
+torch.library.impl(_BACKWARD, _DEVICES, _backward)
 
 
 @torch.library.register_fake(_BACKWARD)
@@ -152,12 +179,27 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do, dstate, _):
+def _gradients(ctx, do, dstate, _, backward=torch.ops.hymo.gated_delta_rule_backward):
     kept, *tensors = ctx.saved_tensors
     do = torch.zeros_like(tensors[2]) if do is None else do
-    grads = torch.ops.hymo.gated_delta_rule_backward(do, dstate, kept, *tensors, ctx.scale)
+    grads = backward(do, dstate, kept, *tensors, ctx.scale)
     initial = grads[7] if len(grads) > 7 else None
     return (*grads[:7], initial, None, None, None)
 
 
 torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    """The op without torch's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        outputs = _forward(*arguments)
+        _setup_context(ctx, arguments, outputs)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        return _gradients(ctx, *gradients, backward=_backward)
