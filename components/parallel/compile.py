@@ -6,6 +6,7 @@ compiler can trace. Sharded units within a part (its fp32 units, separate expert
 part is compiled in the pieces between them.
 """
 
+import signal
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,8 @@ def apply_compile(model: StackedLM, components: tuple[str, ...], backend: str, o
     """`components`: "model" (every block and MTP depth), "loss", labels of mixers or ffns. Compilation happens at the
     first call: `on_failure` "plain" then runs uncompiled, with a warning, what the compiler cannot take; "error"
     stops."""
+    if backend == "inductor":
+        start_workers()
     torch._dynamo.config.suppress_errors = on_failure == "plain"
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, CODES)
     if "loss" in components:
@@ -31,6 +34,18 @@ def apply_compile(model: StackedLM, components: tuple[str, ...], backend: str, o
             depth.forward = torch.compile(depth.forward, backend=backend)
     for part in dict.fromkeys(_labelled(model, components)):  # looped and shared parts once
         part.compile(backend=backend)
+
+
+def start_workers() -> None:
+    """The compiler's processes, deaf to what asks this one to save and stop. Batch systems and terminals send that to
+    all processes of a job, and a compilation whose worker has gone never ends."""
+    from torch._inductor.async_compile import AsyncCompile  # slow to import
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # inherited by processes
+    try:
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def conflicts(components: tuple[str, ...], recomputed: tuple[str, ...], by_op: bool) -> Iterator[str]:
