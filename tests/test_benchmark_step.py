@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipes.benchmark import parts
-from recipes.benchmark.timing import covered
+from recipes.benchmark.timing import covered, slowest
 from tests.models import tiny
 from tests.ranks import REPOSITORY
 
@@ -89,3 +89,9 @@ def test_backward_work_belongs_to_the_part_whose_forward_made_it(monkeypatch):
 def test_time_in_which_kernels_overlap_counts_once():
     assert covered([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
     assert covered([]) == 0.0
+
+
+def test_kernels_of_one_name_are_told_together_the_slowest_first():
+    assert slowest([("a", 1.0), ("b", 1.5), ("a", 2.0)]) == [
+        {"name": "a", "ms": 3.0, "kernels": 2}, {"name": "b", "ms": 1.5, "kernels": 1}
+    ]  # fmt: skip

@@ -9,6 +9,7 @@ Figures = dict[str, Any]
 
 DATA = {"synthetic": "random tokens", "recipe": "the recipe's text"}
 DAY = 86400
+SHOWN, NAME = 16, 72  # kernels, and letters of their names; all that were noted are in the JSON file
 
 
 def show(figures: Figures, console: Console) -> None:
@@ -84,7 +85,16 @@ def _whole(figures: Figures) -> dict[str, Table | str]:
             f"busy {gpu['busy_ms']:.1f} of {gpu['wall_ms']:.1f} ms ({gpu['busy_ms'] / gpu['wall_ms']:.0%}): "
             f"{gpu['kernels']:,} kernels and copies, started by {gpu['launches']:,} calls"
         )
+        found["the kernels that took most, of one micro-batch"] = _slowest(gpu)
     return found
+
+
+def _slowest(gpu: Figures) -> Table:
+    table = _table("", "ms", "kernels", "share")
+    for row in gpu["slowest"][:SHOWN]:
+        ms, kernels = row["ms"] / gpu["micro_batches"], row["kernels"] / gpu["micro_batches"]
+        table.add_row(row["name"][:NAME], f"{ms:.2f}", f"{kernels:,.0f}", f"{row['ms'] / gpu['busy_ms']:.1%}")
+    return table
 
 
 def _speed(row: Figures) -> list[str]:

@@ -4,11 +4,13 @@ import importlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 SPIN = 24_000_000  # GPU cycles of waiting (12 ms) before each timed call: its launches are queued when it starts
+SLOWEST = 50  # names of kernels that are told
 LAUNCHES = ("Launch", "Memcpy", "Memset")  # in the names of the driver's and the runtime's calls that start work
 
 
@@ -96,8 +98,9 @@ def host_time(calls: list[Callable], seconds: float) -> float:
     return statistics.median(times)
 
 
-def busy(call: Callable) -> dict[str, float]:
-    """Of one call on a CUDA device: ms in which some kernel ran, kernels, and calls of the host that started work."""
+def busy(call: Callable) -> dict[str, Any]:
+    """Of one call on a CUDA device: ms in which some kernel ran, kernels, calls of the host that started work, and the
+    kernels that took most, by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
@@ -105,7 +108,18 @@ def busy(call: Callable) -> dict[str, float]:
     kernels = [e for e in events if e.device_type == on_device and not e.is_user_annotation]
     launches = sum(e.device_type != on_device and any(word in e.name for word in LAUNCHES) for e in events)
     spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
-    return {"busy_ms": covered(spans) / 1e3, "kernels": len(kernels), "launches": launches}
+    times = [(e.name, (e.time_range.end - e.time_range.start) / 1e3) for e in kernels]
+    return {"busy_ms": covered(spans) / 1e3, "kernels": len(kernels), "launches": launches, "slowest": slowest(times)}
+
+
+def slowest(times: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Of (name, ms) of every kernel: the sums by name, the largest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, ms in times:
+        row = found.setdefault(name, {"name": name, "ms": 0.0, "kernels": 0})
+        row["ms"] += ms
+        row["kernels"] += 1
+    return sorted(found.values(), key=lambda row: -row["ms"])[:SLOWEST]
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
