@@ -1,5 +1,6 @@
 """The benchmark of a whole step: its figures of a tiny recipe on the CPU, and how it counts."""
 
+import io
 import json
 import math
 import subprocess
@@ -8,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from recipes.benchmark import parts
+from recipes.benchmark.show import _slowest
 from recipes.benchmark.timing import covered, slowest
 from tests.models import tiny
 from tests.ranks import REPOSITORY
@@ -89,6 +92,13 @@ def test_backward_work_belongs_to_the_part_whose_forward_made_it(monkeypatch):
 def test_time_in_which_kernels_overlap_counts_once():
     assert covered([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
     assert covered([]) == 0.0
+
+
+def test_names_of_kernels_are_shown_as_they_are():
+    rows = [{"name": "copy[/b]<float>", "ms": 3.0, "kernels": 8}]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(_slowest({"micro_batches": 4, "busy_ms": 6.0, "slowest": rows}))
+    assert console.export_text().splitlines()[1].split() == ["copy[/b]<float>", "0.75", "2", "50.0%"]
 
 
 def test_kernels_of_one_name_are_told_together_the_slowest_first():

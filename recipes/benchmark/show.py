@@ -3,6 +3,7 @@
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Figures = dict[str, Any]
@@ -93,7 +94,7 @@ def _slowest(gpu: Figures) -> Table:
     table = _table("", "ms", "kernels", "share")
     for row in gpu["slowest"][:SHOWN]:
         ms, kernels = row["ms"] / gpu["micro_batches"], row["kernels"] / gpu["micro_batches"]
-        table.add_row(row["name"][:NAME], f"{ms:.2f}", f"{kernels:,.0f}", f"{row['ms'] / gpu['busy_ms']:.1%}")
+        table.add_row(escape(row["name"][:NAME]), f"{ms:.2f}", f"{kernels:,.0f}", f"{row['ms'] / gpu['busy_ms']:.1%}")
     return table
 
 
