@@ -14,12 +14,17 @@ the rows of a (in, out) layout are its columns.
 
 A step reads and writes as little as it can: what is done to rows is worked out on their norms and is one factor a row,
 and the weights are met once.
+
+What an owner computes between the exchanges can be recorded as CUDA graphs, one a bucket. They read and write buffers
+and row statistics of the optimizer's own, so they ask nothing of a plan: weights and gradients may lie anywhere, and
+every number of ranks has them. Rates, weight decay and measurements stay outside.
 """
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, final
 
 import torch
@@ -29,7 +34,7 @@ from torch import Tensor
 from components.kernels.decayed_update.op import DecayedUpdate
 from components.kernels.newton_schulz.op import newton_schulz, scale
 from components.optimizers import base
-from components.optimizers.base import RoleOptimizer, StateView, copies
+from components.optimizers.base import Capture, RoleOptimizer, StateView, copies
 from components.optimizers.distribution import PLANS, LoadReport, Owners, cost, load_report
 from components.optimizers.exchange import Exchange, Holdings, InFlight, Region, copy_all, homeward, outward, split
 from components.optimizers.stopwatch import Stopwatch
@@ -116,19 +121,22 @@ class Bucket:
         """Matrices as stored, (N, *shape), seen as (N, out, in)."""
         return stack.mT if self.transposed else stack
 
-    def send_out(self, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> InFlight:
-        """Put `parts`, one for each of `outward.sent`, on their way to the owners, as `dtype`."""
+    def send_out(self, parts: Sequence[Tensor], buffer: Tensor) -> InFlight:
+        """Put `parts`, one for each of `outward.sent`, on their way to the owners; they arrive in `buffer`."""
         if not self._alone:
-            return self.outward.start(parts, dtype, device)
-        stack = torch.empty(len(self.mine), *self.shape, dtype=dtype, device=device)
-        copy_all(stack.unbind(), parts)
-        return InFlight(stack.view(-1), None)
+            return self.outward.start(parts, buffer)
+        copy_all(self.stack(buffer).unbind(), parts)
+        return InFlight(buffer, None)
+
+    def stack(self, buffer: Tensor) -> Tensor:
+        """A flat buffer of as many elements as the matrices of `mine` have, as the matrices, (N, *shape)."""
+        return buffer.view(len(self.mine), *self.shape)
 
     def assemble(self, buffer: Tensor) -> Tensor:
         """The matrices of `mine` as stored, (N, *shape), from the buffer that brought their parts."""
         if self._alone:
-            return buffer.view(len(self.mine), *self.shape)
-        stack = buffer.new_empty((len(self.mine), *self.shape))
+            return self.stack(buffer)
+        stack = self.stack(torch.empty_like(buffer))
         whole = dict(zip(self.mine, stack, strict=True))
         arrived = self.outward.received
         copy_all([t.region.of(whole[t.matrix]) for t in arrived], split(buffer, arrived))
@@ -140,7 +148,7 @@ class Bucket:
             return InFlight(stack.view(-1), None)
         whole = dict(zip(self.mine, stack, strict=True))
         parts = [t.region.of(whole[t.matrix]) for t in self.homeward.sent]
-        return self.homeward.start(parts, stack.dtype, stack.device)
+        return self.homeward.start(parts, stack.new_empty(self.homeward.arriving))
 
 
 class OrthogonalOptimizer(RoleOptimizer):
@@ -161,6 +169,8 @@ class OrthogonalOptimizer(RoleOptimizer):
         self._momentum = [base.local(m) for m in self.momentum]
         self.orthogonalising = Stopwatch(self._device)  # of the steps that are measured, waits for others left out
         self._sent = [bucket.sent(self._momentum) for bucket in self.buckets]
+        self._held: dict[int, Tensor] = {}  # by bucket, once recorded: where its momentum arrives and its update leaves
+        self._replays: dict[int, Callable[[], None]] = {}
 
     @abstractmethod
     def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
@@ -182,6 +192,13 @@ class OrthogonalOptimizer(RoleOptimizer):
     def state_views(self) -> Iterator[StateView]:
         yield from self.sharded_views("momentum", self.momentum)
 
+    @torch.no_grad()
+    def record(self, capture: Capture) -> None:
+        held = {i: self._buffer(i).zero_() for i, bucket in enumerate(self.buckets) if bucket.mine}
+        # Row statistics are zero yet, and stay so where nothing but zeros is orthogonalised.
+        replays = capture([partial(self._orthogonalise, i, buffer) for i, buffer in held.items()])
+        self._held, self._replays = held, dict(zip(held, replays, strict=True))
+
     def _updates(self, gradients: list[Tensor], measure: bool) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket with the flat buffer that brought its update home, two exchanges being under way at any time."""
         arriving = self._send(0, gradients)
@@ -191,25 +208,32 @@ class OrthogonalOptimizer(RoleOptimizer):
             if position + 1 < len(self.buckets):
                 arriving = self._send(position + 1, gradients)
             with self.orthogonalising.running(measure):
-                updates = self._orthogonalise(position, bucket.assemble(arrived))
+                self._replays.get(position, partial(self._orthogonalise, position, arrived))()
             if returning is not None:
                 yield returning[0], returning[1].wait()
-            returning = bucket, bucket.send_home(updates)
+            returning = bucket, bucket.send_home(bucket.stack(arrived))
         yield returning[0], returning[1].wait()
 
     def _send(self, position: int, gradients: list[Tensor]) -> InFlight:
         bucket, parts = self.buckets[position], self._sent[position]
         if self.config.nesterov and parts:
             parts = torch._foreach_lerp(bucket.sent(gradients), parts, self.config.momentum)
-        return bucket.send_out(parts, self._dtype, self._device)
+        return bucket.send_out(parts, self._buffer(position))
 
-    def _orthogonalise(self, position: int, stack: Tensor) -> Tensor:
-        """The updates of matrices of a bucket, both as stored."""
-        if not len(stack):
-            return stack
-        bucket, update = self.buckets[position], newton_schulz(stack, self._dtype)
+    def _buffer(self, position: int) -> Tensor:
+        """Room for the matrices of this rank in a bucket; where they are recorded, always the same."""
+        if position in self._held:
+            return self._held[position]
+        return torch.empty(self.buckets[position].outward.arriving, dtype=self._dtype, device=self._device)
+
+    def _orthogonalise(self, position: int, buffer: Tensor) -> None:
+        """From the parts of a bucket's matrices that arrived in `buffer` to the matrices' updates, whole, in it."""
+        bucket = self.buckets[position]
+        if not bucket.mine:
+            return
+        update = newton_schulz(bucket.assemble(buffer), self._dtype)
         factors = self.row_factors(position, bucket.oriented_view(update)) * self._scale(bucket.oriented)
-        return scale(update, bucket.oriented_view(factors), out_NRK=update)
+        scale(update, bucket.oriented_view(factors), out_NRK=bucket.stack(buffer))
 
     def _scale(self, oriented: tuple[int, int]) -> float:
         fan_out, fan_in = oriented
