@@ -49,12 +49,13 @@ class NorMuon(OrthogonalOptimizer):
     def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
         """One over the root of each row's second moment, times what gives the matrix back the Frobenius norm it came
         with. Both norms follow from those of the rows."""
-        second_moment_Nm = self.row_second_moment[position]
-        mean_Nm = torch.linalg.vector_norm(x_Nmn, dim=-1, dtype=self._wide).square() / x_Nmn.shape[-1]
-        second_moment_Nm.lerp_(mean_Nm, 1 - self.config.beta2)
-        even_Nm = 1 / (second_moment_Nm.sqrt() + EPS)
-        kept, now = mean_Nm.sum(-1, keepdim=True), (mean_Nm * even_Nm.square()).sum(-1, keepdim=True)
-        return (even_Nm * (kept / now.clamp_min(torch.finfo(now.dtype).tiny)).sqrt())[..., None]
+        second_moment_Nm, n = self.row_second_moment[position], x_Nmn.shape[-1]
+        norm_Nm = torch.linalg.vector_norm(x_Nmn, dim=-1, dtype=self._wide)
+        beta2 = self.config.beta2
+        second_moment_Nm.mul_(beta2).addcmul_(norm_Nm, norm_Nm, value=(1 - beta2) / n)
+        even_Nm = second_moment_Nm.sqrt().add_(EPS).reciprocal_()
+        kept, now = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (norm_Nm, norm_Nm * even_Nm))
+        return even_Nm.mul_(kept / now.clamp_min_(torch.finfo(now.dtype).tiny))[..., None]
 
     def state_views(self) -> Iterator[StateView]:
         yield from super().state_views()

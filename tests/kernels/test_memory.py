@@ -174,6 +174,6 @@ def test_newton_schulz_keeps_to_its_memory(monkeypatch, R, K):
     monkeypatch.setattr(newton_schulz, "SCALED", (16, 16))
     x, added = torch.randn(2, R, K), torch.randn(2, R, R)
     with watched():
-        newton_schulz.symmetric_product(x, added + added.mT, 0.5, 2.0, 1.0)
+        newton_schulz.symmetric_product(x, added + added.mT, 0.5, 2.0, 1.0, torch.rand(2, 1, 1))
         newton_schulz.scale(x, torch.rand(2, R, 1), torch.empty_like(x))
         newton_schulz.scale(x, torch.rand(2, 1, K), x)
