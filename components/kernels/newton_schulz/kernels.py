@@ -41,8 +41,8 @@ def symmetric_product(
     BK: tl.constexpr,
 ):
     """out = factor (alpha x xᵀ + beta added + diagonal I). `added` (symmetric) and `out` are contiguous (N, R, R),
-    `factor` is (N,). A program makes one tile of HIGH rows and HIGH · WIDE columns, of `tiles` a matrix. WHOLE: HIGH · WIDE
-    divides R and BK K."""
+    `factor` is (N,). A program makes one tile of HIGH rows and HIGH · WIDE columns, of `tiles` a matrix. WHOLE: HIGH ·
+    WIDE divides R and BK K."""
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
     i, j = _lower_tile(tl.program_id(0) % tiles, WIDE)
     if i * HIGH >= R:
