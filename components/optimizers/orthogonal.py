@@ -173,9 +173,9 @@ class OrthogonalOptimizer(RoleOptimizer):
         self._replays: dict[int, Callable[[], None]] = {}
 
     @abstractmethod
-    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
-        """What makes orthogonal matrices of this rank in bucket number `position` ready to be scaled: a factor for each
-        row, (N, m, 1), or for each matrix, (N, 1, 1), in fp32 or above."""
+    def row_factors(self, position: int, x_Nmn: Tensor, scale: float) -> Tensor:
+        """What makes updates of the orthogonal matrices of this rank in bucket number `position`, `scale` included: a
+        factor for each row, (N, m, 1), or for each matrix, (N, 1, 1), in fp32 or above."""
 
     @torch.no_grad()
     def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
@@ -232,7 +232,7 @@ class OrthogonalOptimizer(RoleOptimizer):
         if not bucket.mine:
             return
         update = newton_schulz(bucket.assemble(buffer), self._dtype)
-        factors = self.row_factors(position, bucket.oriented_view(update)) * self._scale(bucket.oriented)
+        factors = self.row_factors(position, bucket.oriented_view(update), self._scale(bucket.oriented))
         scale(update, bucket.oriented_view(factors), out_NRK=bucket.stack(buffer))
 
     def _scale(self, oriented: tuple[int, int]) -> float:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from components.kernels.accumulate import op as accumulate
+from components.kernels.even_rows import op as even_rows
 from components.kernels.gated_delta_rule.forms import EXACT
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
@@ -165,6 +166,11 @@ def test_the_loss_keeps_to_its_memory(monkeypatch, softcap):
 def test_sums_keep_to_their_memory():
     with watched():
         accumulate.launch(torch.randn(4099), torch.randn(4099))
+
+
+def test_factors_of_rows_keep_to_their_memory():
+    with watched():
+        even_rows.launch(torch.rand(3, 21), torch.rand(3, 21), 7, 0.9, 1.0)
 
 
 @pytest.mark.parametrize(("R", "K"), [(16, 32), (37, 21)])
