@@ -12,8 +12,8 @@ rounded as if it did, so that any number of ranks computes the same.
 Storage is not meaning: folded projections and folded experts are orthogonalised logical matrix by logical matrix, and
 the rows of a (in, out) layout are its columns.
 
-A step reads and writes as little as it can: what is done to rows is worked out on their norms and is one factor a row,
-and the weights are met once.
+A step reads and writes as little as it can: momentum is met once, what is done to rows is worked out on their norms and
+is one factor a row, and the weights are met once.
 
 What an owner computes between the exchanges can be recorded as CUDA graphs, one a bucket. They read and write buffers
 and row statistics of the optimizer's own, so they ask nothing of a plan: weights and gradients may lie anywhere, and
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.kernels.decayed_update.op import DecayedUpdate
+from components.kernels.momentum.op import Momentum
 from components.kernels.newton_schulz.op import newton_schulz, scale
 from components.optimizers import base
 from components.optimizers.base import Capture, RoleOptimizer, StateView, copies
@@ -97,7 +98,10 @@ class Bucket:
         routes = list(enumerate(zip(holdings, owners, strict=True)))
         self.outward = Exchange([t for i, (h, o) in routes for t in outward(i, h, o)], rank, len(holdings[0]))
         self.homeward = Exchange([t for i, (h, o) in routes for t in homeward(i, h, o)], rank, len(holdings[0]))
-        self.update = DecayedUpdate([math.prod(t.region.size) for t in self.homeward.received])
+        # Elements of what this rank holds, by matrix.
+        self._sizes = {i: math.prod(m.region.size) for i, m in enumerate(matrices) if m.region is not None}
+        self.momentum = Momentum(list(self._sizes.values()))
+        self.update = DecayedUpdate([self._sizes[t.matrix] for t in self.homeward.received])
         self._alone = len(holdings[0]) == 1  # then matrices lie in the buffers whole and in order
 
     @property
@@ -105,12 +109,12 @@ class Bucket:
         """(out, in)."""
         return self.shape[::-1] if self.transposed else self.shape
 
-    def sent(self, storages: Sequence[Tensor]) -> list[Tensor]:
-        """The parts that go to owners, in the order of `outward.sent`: views into the parameters' local `storages`."""
-        return [self._part(storages, t.matrix) for t in self.outward.sent]
+    def parts(self, storages: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank holds of each matrix, in order: views into the parameters' local `storages`."""
+        return [self._part(storages, number) for number in self._sizes]
 
     def received(self, storages: Sequence[Tensor]) -> list[Tensor]:
-        """The parts that come home, in the order of `homeward.received`: every part of this rank once."""
+        """The same parts in the order in which they come home."""
         return [self._part(storages, t.matrix) for t in self.homeward.received]
 
     def _part(self, storages: Sequence[Tensor], number: int) -> Tensor:
@@ -121,12 +125,16 @@ class Bucket:
         """Matrices as stored, (N, *shape), seen as (N, out, in)."""
         return stack.mT if self.transposed else stack
 
-    def send_out(self, parts: Sequence[Tensor], buffer: Tensor) -> InFlight:
-        """Put `parts`, one for each of `outward.sent`, on their way to the owners; they arrive in `buffer`."""
-        if not self._alone:
-            return self.outward.start(parts, buffer)
-        copy_all(self.stack(buffer).unbind(), parts)
-        return InFlight(buffer, None)
+    def room(self, buffer: Tensor) -> Tensor:
+        """A flat buffer for `parts` on their way to `buffer`, which they may lie in at once if they go nowhere."""
+        return buffer if self._alone else buffer.new_empty(sum(self._sizes.values()))
+
+    def send_out(self, rounded: Tensor, buffer: Tensor) -> InFlight:
+        """Put `parts`, one after another in `rounded`, on their way to the owners; they arrive in `buffer`."""
+        if self._alone:
+            return InFlight(buffer, None)
+        part = dict(zip(self._sizes, rounded.split(list(self._sizes.values())), strict=True))
+        return self.outward.start([part[t.matrix].view(t.region.size) for t in self.outward.sent], buffer)
 
     def stack(self, buffer: Tensor) -> Tensor:
         """A flat buffer of as many elements as the matrices of `mine` have, as the matrices, (N, *shape)."""
@@ -166,9 +174,9 @@ class OrthogonalOptimizer(RoleOptimizer):
         matrices = _matrices(self.parameters)
         self.buckets = _buckets(matrices, PLANS[config.distribution]([m.shape for m in matrices], base.ranks()))
         self.load: LoadReport = load_report(config.distribution, [m.shape for m in matrices], base.ranks())
-        self._momentum = [base.local(m) for m in self.momentum]
+        local = [base.local(m) for m in self.momentum]
         self.orthogonalising = Stopwatch(self._device)  # of the steps that are measured, waits for others left out
-        self._sent = [bucket.sent(self._momentum) for bucket in self.buckets]
+        self._momenta = [bucket.parts(local) for bucket in self.buckets]
         self._held: dict[int, Tensor] = {}  # by bucket, once recorded: where its momentum arrives and its update leaves
         self._replays: dict[int, Callable[[], None]] = {}
 
@@ -180,7 +188,6 @@ class OrthogonalOptimizer(RoleOptimizer):
     @torch.no_grad()
     def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
         gradients, weights = self.gradients(), self.weights()
-        torch._foreach_lerp_(self._momentum, gradients, 1 - self.config.momentum)
         squares = torch.zeros((), device=self._device)
         for bucket, update in self._updates(gradients, measure):
             if measure:
@@ -215,10 +222,10 @@ class OrthogonalOptimizer(RoleOptimizer):
         yield returning[0], returning[1].wait()
 
     def _send(self, position: int, gradients: list[Tensor]) -> InFlight:
-        bucket, parts = self.buckets[position], self._sent[position]
-        if self.config.nesterov and parts:
-            parts = torch._foreach_lerp(bucket.sent(gradients), parts, self.config.momentum)
-        return bucket.send_out(parts, self._buffer(position))
+        bucket, buffer, c = self.buckets[position], self._buffer(position), self.config
+        rounded = bucket.room(buffer)
+        bucket.momentum(self._momenta[position], bucket.parts(gradients), rounded, c.momentum, c.nesterov)
+        return bucket.send_out(rounded, buffer)
 
     def _buffer(self, position: int) -> Tensor:
         """Room for the matrices of this rank in a bucket; where they are recorded, always the same."""

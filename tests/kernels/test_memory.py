@@ -1,5 +1,5 @@
 """Kernels keep to their own memory, whatever the order of programs and lanes. Watched in the interpreter, at widths and
-lengths that fill no tile. Left out: `decayed_update`, which is given addresses in place of tensors."""
+lengths that fill no tile. Left out: `momentum` and `decayed_update`, which are given addresses in place of tensors."""
 
 import os
 
