@@ -29,7 +29,8 @@ class DecayedUpdate:
     def launch(self, weights: Sequence[Tensor], update: Tensor, lr: float, decay: float, cautious: bool) -> None:
         """The Triton form: fp32 weights, each contiguous."""
         table = self._blocks.table(update.device)
-        decayed_update[(len(table[0]),)](
+        decayed_update(
+            len(table[0]),
             self._weights.of(weights),
             *table,
             update,

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from components.kernels.launcher import Kernel
 
+
+@Kernel
 @triton.jit
 def momentum(
     momenta,

@@ -35,7 +35,8 @@ class Momentum:
         """The Triton form: fp32, each contiguous."""
         table = self._blocks.table(rounded.device)
         addresses = self._momenta.of(momenta), self._gradients.of(gradients)
-        momentum[(len(table[0]),)](
+        momentum(
+            len(table[0]),
             *addresses,
             *table,
             rounded,
