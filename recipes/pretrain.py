@@ -40,9 +40,9 @@ from components.metrics.reduce import reduce_scalars
 from components.metrics.sinks import MetricLog
 from components.models.stacked_lm import StackedLM
 from components.optimizers.roles import JointOptimizer, build_optimizers
-from components.parallel.apply import prepare_model
-from components.parallel.micro_batch import MicroBatch
-from components.parallel.optional import UnavailableError
+from components.parallel.apply import OPTIMIZER, prepare_model
+from components.parallel.micro_batch import MicroBatch, capture
+from components.parallel.optional import UnavailableError, attempt
 from components.parallel.plan import Plan
 from components.parallel.process_group import Place, StepWatch, init, set_timeout, shutdown
 from recipes.banner import banner, farewell
@@ -188,6 +188,8 @@ def build(job: Job, place: Place, stop: StopRequest, data: MicroBatches | None =
     optimizer = build_optimizers(
         prepared.model, {role: getattr(job.optimizer, role) for role in job.optimizer.__annotations__}
     )
+    if job.cuda_graph.enable and OPTIMIZER in job.cuda_graph.components:
+        attempt("cuda_graph", job.cuda_graph.on_failure, lambda: optimizer.record(capture))
     return Run(
         job=job,
         place=place,

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,17 +16,21 @@ from recipes.benchmark import parts
 from recipes.benchmark.show import _slowest
 from recipes.benchmark.timing import covered, slowest
 from tests.models import tiny
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, rank_environment
+
+
+def command(file, *flags):
+    """Of the tiny recipe with its text taken away."""
+    program = [sys.executable, "-m", "recipes.benchmark", "step", "--job.config_file", "tests/recipes/tiny.toml"]
+    return [*program, "--data.sources.sotu.path", "nowhere", "--json-file", str(file), "--steps", "1", *flags]
 
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory):
-    """What the command prints and writes, for the tiny recipe with its text taken away."""
+    """What the command prints and writes."""
     file = tmp_path_factory.mktemp("benchmark") / "step.json"
-    command = [sys.executable, "-m", "recipes.benchmark", "step", "--job.config_file", "tests/recipes/tiny.toml"]
-    command += ["--data.sources.sotu.path", "nowhere", "--compile.backend", "aot_eager", "--json-file", str(file)]
-    command += ["--micro_batches", "2", "--steps", "1", "--accumulation", "3"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    flags = ("--compile.backend", "aot_eager", "--micro_batches", "2", "--accumulation", "3")
+    done = subprocess.run(command(file, *flags), cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(file.read_text())
 
@@ -66,6 +71,31 @@ def test_every_optimizer_and_every_part_of_the_model_is_timed(benchmark):
     assert set(figures["parts_ms"]) == {
         "mixer gdn", "mixer mla", "ffn experts", "heads and loss", "optimizer", "rest"
     }  # fmt: skip
+
+
+def test_on_two_ranks_the_optimizer_is_timed_on_each(tmp_path):
+    file = tmp_path / "step.json"
+    flags = (
+        "--no_parts",
+        "--no_optimisations",
+        "--compile.enable=false",
+        "--micro_batches",
+        "1",
+        "--accumulation",
+        "1",
+    )
+    ranks = [
+        subprocess.Popen(
+            command(file, *flags), cwd=REPOSITORY, env=os.environ | rank, stdout=subprocess.PIPE, text=True
+        )
+        for rank in rank_environment(2)
+    ]
+    printed, _ = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    rows = json.loads(file.read_text())["by_rank_ms"]
+    assert len(rows) == 2 and all(0 < row["orthogonalising"] < row["optimizer"] for row in rows)
+    slowest = 2 * max(row["orthogonalising"] for row in rows) / sum(row["orthogonalising"] for row in rows)
+    assert "the optimizer by rank" in printed and f"slowest / mean  {slowest:>19.3f}" in printed
 
 
 def test_backward_work_belongs_to_the_part_whose_forward_made_it(monkeypatch):

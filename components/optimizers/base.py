@@ -7,7 +7,7 @@ the only count of updates is the joint optimizer's.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from components.parameters import ROLE_NAMES, LogicalView, OwnedParameter, local_view
 
 StateView = tuple[str, LogicalView]  # state name, this rank's part of that state of one logical tensor
+Capture = Callable[[Sequence[Callable[[], None]]], list[Callable[[], None]]]  # of functions: what replays each of them
 
 
 class RoleOptimizer(ABC):
@@ -42,6 +43,11 @@ class RoleOptimizer(ABC):
     @abstractmethod
     def state_views(self) -> Iterator[StateView]:
         """This rank's part of the state, logical tensor by logical tensor, as views: a copy into them loads it."""
+
+    def record(self, capture: Capture) -> None:
+        """Replay what `capture` makes of a step from here on, where an optimizer has something to gain by it. Before
+        the first step, and before state is loaded."""
+        return None
 
     def weights(self) -> list[Tensor]:
         """The local storage of every parameter."""

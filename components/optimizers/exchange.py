@@ -69,11 +69,16 @@ class Exchange:
         self._splits_out = [sum(_elements(t) for t in self.sent if t.target == r) for r in range(ranks)]
         self._splits_in = [sum(_elements(t) for t in self.received if t.source == r) for r in range(ranks)]
 
-    def start(self, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> "InFlight":
-        """Send `parts`, one for each of `sent`, as `dtype`; returns before they have arrived."""
-        outgoing = torch.empty(sum(self._splits_out), dtype=dtype, device=device)
+    @property
+    def arriving(self) -> int:
+        """Elements that this rank receives."""
+        return sum(self._splits_in)
+
+    def start(self, parts: Sequence[Tensor], incoming: Tensor) -> "InFlight":
+        """Send `parts`, one for each of `sent`, in the dtype of `incoming`, a flat buffer for what this rank receives;
+        returns before it has arrived."""
+        outgoing = incoming.new_empty(sum(self._splits_out))
         copy_all(split(outgoing, self.sent), parts)
-        incoming = torch.empty(sum(self._splits_in), dtype=dtype, device=device)
         work = dist.all_to_all_single(incoming, outgoing, self._splits_in, self._splits_out, async_op=True)
         return InFlight(incoming, work, outgoing)
 

@@ -16,6 +16,6 @@ class Muon(OrthogonalOptimizer):
 
     Config = OrthogonalConfig
 
-    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
+    def row_factors(self, position: int, x_Nmn: Tensor, scale: float) -> Tensor:
         """All rows stay as they are."""
-        return torch.ones(len(x_Nmn), 1, 1, dtype=self._wide, device=x_Nmn.device)
+        return torch.full((len(x_Nmn), 1, 1), scale, dtype=self._wide, device=x_Nmn.device)

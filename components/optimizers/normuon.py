@@ -13,12 +13,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from components.kernels.even_rows.op import even_rows
 from components.optimizers.base import StateView
 from components.optimizers.orthogonal import OrthogonalConfig, OrthogonalOptimizer
 from components.parameters import LogicalView, OwnedParameter
 from registry import register
-
-EPS = 1e-10  # far below the root mean square of any row that is alive, about 1/sqrt(max(m, n))
 
 
 @register("optimizer", "normuon", example={"lr": 0.02})
@@ -46,15 +45,12 @@ class NorMuon(OrthogonalOptimizer):
             torch.zeros(len(b.mine), b.oriented[0], dtype=self._wide, device=self._device) for b in self.buckets
         ]
 
-    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
+    def row_factors(self, position: int, x_Nmn: Tensor, scale: float) -> Tensor:
         """One over the root of each row's second moment, times what gives the matrix back the Frobenius norm it came
         with. Both norms follow from those of the rows."""
+        norm_Nm = torch.linalg.vector_norm(x_Nmn, dim=-1, dtype=self._wide)
         second_moment_Nm = self.row_second_moment[position]
-        mean_Nm = torch.linalg.vector_norm(x_Nmn, dim=-1, dtype=self._wide).square() / x_Nmn.shape[-1]
-        second_moment_Nm.lerp_(mean_Nm, 1 - self.config.beta2)
-        even_Nm = 1 / (second_moment_Nm.sqrt() + EPS)
-        kept, now = mean_Nm.sum(-1, keepdim=True), (mean_Nm * even_Nm.square()).sum(-1, keepdim=True)
-        return (even_Nm * (kept / now.clamp_min(torch.finfo(now.dtype).tiny)).sqrt())[..., None]
+        return even_rows(norm_Nm, second_moment_Nm, x_Nmn.shape[-1], self.config.beta2, scale)[..., None]
 
     def state_views(self) -> Iterator[StateView]:
         yield from super().state_views()

@@ -12,14 +12,19 @@ rounded as if it did, so that any number of ranks computes the same.
 Storage is not meaning: folded projections and folded experts are orthogonalised logical matrix by logical matrix, and
 the rows of a (in, out) layout are its columns.
 
-A step reads and writes as little as it can: what is done to rows is worked out on their norms and is one factor a row,
-and the weights are met once.
+A step reads and writes as little as it can: momentum is met once, what is done to rows is worked out on their norms and
+is one factor a row, and the weights are met once.
+
+What an owner computes between the exchanges can be recorded as CUDA graphs, one a bucket. They read and write buffers
+and row statistics of the optimizer's own, so they ask nothing of a plan: weights and gradients may lie anywhere, and
+every number of ranks has them. Rates, weight decay and measurements stay outside.
 """
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, final
 
 import torch
@@ -27,9 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.kernels.decayed_update.op import DecayedUpdate
+from components.kernels.momentum.op import Momentum
 from components.kernels.newton_schulz.op import newton_schulz, scale
 from components.optimizers import base
-from components.optimizers.base import RoleOptimizer, StateView, copies
+from components.optimizers.base import Capture, RoleOptimizer, StateView, copies
 from components.optimizers.distribution import PLANS, LoadReport, Owners, cost, load_report
 from components.optimizers.exchange import Exchange, Holdings, InFlight, Region, copy_all, homeward, outward, split
 from components.optimizers.stopwatch import Stopwatch
@@ -92,7 +98,10 @@ class Bucket:
         routes = list(enumerate(zip(holdings, owners, strict=True)))
         self.outward = Exchange([t for i, (h, o) in routes for t in outward(i, h, o)], rank, len(holdings[0]))
         self.homeward = Exchange([t for i, (h, o) in routes for t in homeward(i, h, o)], rank, len(holdings[0]))
-        self.update = DecayedUpdate([math.prod(t.region.size) for t in self.homeward.received])
+        # Elements of what this rank holds, by matrix.
+        self._sizes = {i: math.prod(m.region.size) for i, m in enumerate(matrices) if m.region is not None}
+        self.momentum = Momentum(list(self._sizes.values()))
+        self.update = DecayedUpdate([self._sizes[t.matrix] for t in self.homeward.received])
         self._alone = len(holdings[0]) == 1  # then matrices lie in the buffers whole and in order
 
     @property
@@ -100,12 +109,12 @@ class Bucket:
         """(out, in)."""
         return self.shape[::-1] if self.transposed else self.shape
 
-    def sent(self, storages: Sequence[Tensor]) -> list[Tensor]:
-        """The parts that go to owners, in the order of `outward.sent`: views into the parameters' local `storages`."""
-        return [self._part(storages, t.matrix) for t in self.outward.sent]
+    def parts(self, storages: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank holds of each matrix, in order: views into the parameters' local `storages`."""
+        return [self._part(storages, number) for number in self._sizes]
 
     def received(self, storages: Sequence[Tensor]) -> list[Tensor]:
-        """The parts that come home, in the order of `homeward.received`: every part of this rank once."""
+        """The same parts in the order in which they come home."""
         return [self._part(storages, t.matrix) for t in self.homeward.received]
 
     def _part(self, storages: Sequence[Tensor], number: int) -> Tensor:
@@ -116,19 +125,26 @@ class Bucket:
         """Matrices as stored, (N, *shape), seen as (N, out, in)."""
         return stack.mT if self.transposed else stack
 
-    def send_out(self, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> InFlight:
-        """Put `parts`, one for each of `outward.sent`, on their way to the owners, as `dtype`."""
-        if not self._alone:
-            return self.outward.start(parts, dtype, device)
-        stack = torch.empty(len(self.mine), *self.shape, dtype=dtype, device=device)
-        copy_all(stack.unbind(), parts)
-        return InFlight(stack.view(-1), None)
+    def room(self, buffer: Tensor) -> Tensor:
+        """A flat buffer for `parts` on their way to `buffer`, which they may lie in at once if they go nowhere."""
+        return buffer if self._alone else buffer.new_empty(sum(self._sizes.values()))
+
+    def send_out(self, rounded: Tensor, buffer: Tensor) -> InFlight:
+        """Put `parts`, one after another in `rounded`, on their way to the owners; they arrive in `buffer`."""
+        if self._alone:
+            return InFlight(buffer, None)
+        part = dict(zip(self._sizes, rounded.split(list(self._sizes.values())), strict=True))
+        return self.outward.start([part[t.matrix].view(t.region.size) for t in self.outward.sent], buffer)
+
+    def stack(self, buffer: Tensor) -> Tensor:
+        """A flat buffer of as many elements as the matrices of `mine` have, as the matrices, (N, *shape)."""
+        return buffer.view(len(self.mine), *self.shape)
 
     def assemble(self, buffer: Tensor) -> Tensor:
         """The matrices of `mine` as stored, (N, *shape), from the buffer that brought their parts."""
         if self._alone:
-            return buffer.view(len(self.mine), *self.shape)
-        stack = buffer.new_empty((len(self.mine), *self.shape))
+            return self.stack(buffer)
+        stack = self.stack(torch.empty_like(buffer))
         whole = dict(zip(self.mine, stack, strict=True))
         arrived = self.outward.received
         copy_all([t.region.of(whole[t.matrix]) for t in arrived], split(buffer, arrived))
@@ -140,7 +156,7 @@ class Bucket:
             return InFlight(stack.view(-1), None)
         whole = dict(zip(self.mine, stack, strict=True))
         parts = [t.region.of(whole[t.matrix]) for t in self.homeward.sent]
-        return self.homeward.start(parts, stack.dtype, stack.device)
+        return self.homeward.start(parts, stack.new_empty(self.homeward.arriving))
 
 
 class OrthogonalOptimizer(RoleOptimizer):
@@ -158,19 +174,20 @@ class OrthogonalOptimizer(RoleOptimizer):
         matrices = _matrices(self.parameters)
         self.buckets = _buckets(matrices, PLANS[config.distribution]([m.shape for m in matrices], base.ranks()))
         self.load: LoadReport = load_report(config.distribution, [m.shape for m in matrices], base.ranks())
-        self._momentum = [base.local(m) for m in self.momentum]
+        local = [base.local(m) for m in self.momentum]
         self.orthogonalising = Stopwatch(self._device)  # of the steps that are measured, waits for others left out
-        self._sent = [bucket.sent(self._momentum) for bucket in self.buckets]
+        self._momenta = [bucket.parts(local) for bucket in self.buckets]
+        self._held: dict[int, Tensor] = {}  # by bucket, once recorded: where its momentum arrives and its update leaves
+        self._replays: dict[int, Callable[[], None]] = {}
 
     @abstractmethod
-    def row_factors(self, position: int, x_Nmn: Tensor) -> Tensor:
-        """What makes orthogonal matrices of this rank in bucket number `position` ready to be scaled: a factor for each
-        row, (N, m, 1), or for each matrix, (N, 1, 1), in fp32 or above."""
+    def row_factors(self, position: int, x_Nmn: Tensor, scale: float) -> Tensor:
+        """What makes updates of the orthogonal matrices of this rank in bucket number `position`, `scale` included: a
+        factor for each row, (N, m, 1), or for each matrix, (N, 1, 1), in fp32 or above."""
 
     @torch.no_grad()
     def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
         gradients, weights = self.gradients(), self.weights()
-        torch._foreach_lerp_(self._momentum, gradients, 1 - self.config.momentum)
         squares = torch.zeros((), device=self._device)
         for bucket, update in self._updates(gradients, measure):
             if measure:
@@ -182,6 +199,13 @@ class OrthogonalOptimizer(RoleOptimizer):
     def state_views(self) -> Iterator[StateView]:
         yield from self.sharded_views("momentum", self.momentum)
 
+    @torch.no_grad()
+    def record(self, capture: Capture) -> None:
+        held = {i: self._buffer(i).zero_() for i, bucket in enumerate(self.buckets) if bucket.mine}
+        # Row statistics are zero yet, and stay so where nothing but zeros is orthogonalised.
+        replays = capture([partial(self._orthogonalise, i, buffer) for i, buffer in held.items()])
+        self._held, self._replays = held, dict(zip(held, replays, strict=True))
+
     def _updates(self, gradients: list[Tensor], measure: bool) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket with the flat buffer that brought its update home, two exchanges being under way at any time."""
         arriving = self._send(0, gradients)
@@ -191,25 +215,32 @@ class OrthogonalOptimizer(RoleOptimizer):
             if position + 1 < len(self.buckets):
                 arriving = self._send(position + 1, gradients)
             with self.orthogonalising.running(measure):
-                updates = self._orthogonalise(position, bucket.assemble(arrived))
+                self._replays.get(position, partial(self._orthogonalise, position, arrived))()
             if returning is not None:
                 yield returning[0], returning[1].wait()
-            returning = bucket, bucket.send_home(updates)
+            returning = bucket, bucket.send_home(bucket.stack(arrived))
         yield returning[0], returning[1].wait()
 
     def _send(self, position: int, gradients: list[Tensor]) -> InFlight:
-        bucket, parts = self.buckets[position], self._sent[position]
-        if self.config.nesterov and parts:
-            parts = torch._foreach_lerp(bucket.sent(gradients), parts, self.config.momentum)
-        return bucket.send_out(parts, self._dtype, self._device)
+        bucket, buffer, c = self.buckets[position], self._buffer(position), self.config
+        rounded = bucket.room(buffer)
+        bucket.momentum(self._momenta[position], bucket.parts(gradients), rounded, c.momentum, c.nesterov)
+        return bucket.send_out(rounded, buffer)
 
-    def _orthogonalise(self, position: int, stack: Tensor) -> Tensor:
-        """The updates of matrices of a bucket, both as stored."""
-        if not len(stack):
-            return stack
-        bucket, update = self.buckets[position], newton_schulz(stack, self._dtype)
-        factors = self.row_factors(position, bucket.oriented_view(update)) * self._scale(bucket.oriented)
-        return scale(update, bucket.oriented_view(factors), out_NRK=update)
+    def _buffer(self, position: int) -> Tensor:
+        """Room for the matrices of this rank in a bucket; where they are recorded, always the same."""
+        if position in self._held:
+            return self._held[position]
+        return torch.empty(self.buckets[position].outward.arriving, dtype=self._dtype, device=self._device)
+
+    def _orthogonalise(self, position: int, buffer: Tensor) -> None:
+        """From the parts of a bucket's matrices that arrived in `buffer` to the matrices' updates, whole, in it."""
+        bucket = self.buckets[position]
+        if not bucket.mine:
+            return
+        update = newton_schulz(bucket.assemble(buffer), self._dtype)
+        factors = self.row_factors(position, bucket.oriented_view(update), self._scale(bucket.oriented))
+        scale(update, bucket.oriented_view(factors), out_NRK=bucket.stack(buffer))
 
     def _scale(self, oriented: tuple[int, int]) -> float:
         fan_out, fan_in = oriented

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from components.optimizers.base import RoleOptimizer, StateView, copies, local, ranks
+from components.optimizers.base import Capture, RoleOptimizer, StateView, copies, local, ranks
 from components.optimizers.distribution import LoadReport
 from components.optimizers.stopwatch import Stopwatch
 from components.parameters import ROLE_NAMES, OwnedParameter, master, owned_parameters
@@ -68,6 +68,12 @@ class JointOptimizer:
         self.steps += 1
         if measure:
             self._update_rms = self._root_mean(squares)
+
+    def record(self, capture: Capture) -> None:
+        """Let every role's optimizer record what it can, as CUDA graphs by `capture`, right after construction.
+        Whatever the capture raises."""
+        for group in self.groups.values():
+            group.optimizer.record(capture)
 
     def zero_grad(self) -> None:
         for parameter in self._parameters():

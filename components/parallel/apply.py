@@ -22,6 +22,7 @@ from components.parameters import initialise
 from registry import Component, lookup
 
 MICRO_BATCH = "model"  # in [cuda_graph] components: the whole of it
+OPTIMIZER = "optimizer"  # likewise: what an optimizer's `record` takes, under any plan
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,20 @@ def prepare_model(
     model.reset_buffers()
     plan.initialised(model)
     prepared = Prepared(model, plan, MicroBatch(model))
-    if cuda_graph.enable:
-        attempt(
-            "cuda_graph", cuda_graph.on_failure, lambda: _record(prepared, cuda_graph, micro_batch, packing, device)
-        )
+    if parts := recorded_parts(cuda_graph):
+        attempt("cuda_graph", cuda_graph.on_failure, lambda: _record(prepared, parts, micro_batch, packing, device))
         for mixer in whole_mixers(model):
             mixer.average_gradients()
     return prepared
 
 
-def _record(prepared: Prepared, cuda_graph, micro_batch: tuple[int, int], packing: str, device: torch.device) -> None:
-    if MICRO_BATCH in cuda_graph.components:
+def recorded_parts(cuda_graph) -> tuple[str, ...]:
+    """What of the model is recorded."""
+    return tuple(part for part in cuda_graph.components if part != OPTIMIZER) if cuda_graph.enable else ()
+
+
+def _record(prepared: Prepared, parts: tuple[str, ...], micro_batch: tuple[int, int], packing: str, device) -> None:
+    if MICRO_BATCH in parts:
         sample = sample_batch(*micro_batch, prepared.model.config.vocab_size, packing, device)
         prepared.micro_batch.record(sample)
     else:
@@ -94,8 +98,8 @@ def _arrange(model: StackedLM, parallelism, moe_mixed_precision, cuda_graph, dty
         moe_mixed_precision.enable and attempt("moe_mixed_precision", on_failure, lambda: _probe_grouped(dtype, device))
     ):
         exact_experts(model)
-    if cuda_graph.enable and MICRO_BATCH not in cuda_graph.components:
-        keep_whole(model, cuda_graph.components, dtype)
+    if MICRO_BATCH not in recorded_parts(cuda_graph):
+        keep_whole(model, recorded_parts(cuda_graph), dtype)
 
 
 def _probe_fused(dtype: torch.dtype, device: torch.device) -> None:

@@ -5,9 +5,9 @@ recording reads and writes fixed addresses: inputs and outputs here, weights and
 them in place (`zero1`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from components.data.batch import Batch
 from components.data.packing import cu_seqlens_length
 from components.models.stacked_lm import Output, StackedLM
 
+T = TypeVar("T")
 WARM_UPS = 2  # runs before a recording: compilation, workspaces of libraries
 
 
@@ -48,7 +49,7 @@ class MicroBatch:
         RuntimeError without a CUDA device, and whatever the capture raises."""
         scale_H = torch.ones(self.model.config.heads(), device=batch.tokens_BT1.device)
         held = replace(batch, **{f.name: _clone(getattr(batch, f.name)) for f in fields(Batch)})
-        self._replay = capture(lambda: self._run(held, scale_H))
+        (self._replay,) = capture([lambda: self._run(held, scale_H)])
         self._inputs = held, scale_H
 
     def _run(self, batch: Batch, scale_H: Tensor) -> Output:
@@ -57,10 +58,16 @@ class MicroBatch:
         return Output(output.loss_sums.detach(), output.target_counts, output.aux)
 
 
-def capture(function: Callable[[], Output]) -> Callable[[], Output]:
-    """`function`, recorded; each call replays it into the same outputs."""
+def capture(functions: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
+    """Each function, recorded; a call replays it into the same outputs. They share memory for what is no output, so no
+    two may run at a time. Raises RuntimeError without a CUDA device."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device")
+    pool = torch.cuda.graph_pool_handle()
+    return [_capture(function, pool) for function in functions]
+
+
+def _capture(function: Callable[[], T], pool: tuple[int, int]) -> Callable[[], T]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -68,10 +75,10 @@ def capture(function: Callable[[], Output]) -> Callable[[], Output]:
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         output = function()
 
-    def replay() -> Output:
+    def replay() -> T:
         graph.replay()
         return output
 

@@ -80,6 +80,10 @@ def _whole(figures: Figures) -> dict[str, Table | str]:
     found: dict[str, Table | str] = {"speed of one rank": speeds}
     update = {**figures["update_ms"], "waiting for data": step["data_wait_ms"]}
     found["within a step, once"] = _times(update, total=step["ms"])
+    if "by_rank_ms" in figures:
+        found["the optimizer by rank: its own matrices, and the whole update with the waits for other ranks"] = _ranks(
+            figures["by_rank_ms"]
+        )
     if "gpu" in figures:
         gpu = figures["gpu"]
         found[f"the GPU during {gpu['micro_batches']} micro-batches and the reduction of their gradients"] = (
@@ -114,6 +118,16 @@ def _times(times: Figures, total: float | None = None) -> Table | str:
     table = _table("", "ms", "share")
     for label, ms in times.items():
         table.add_row(label, f"{ms:,.2f}", f"{ms / total:.1%}")
+    return table
+
+
+def _ranks(rows: list[Figures]) -> Table:
+    """A row a rank, and how far the slowest is from the mean."""
+    table = _table("rank", "orthogonalising, ms", "optimizer, ms")
+    columns = [[row[name] for row in rows] for name in ("orthogonalising", "optimizer")]
+    for rank, times in enumerate(zip(*columns, strict=True)):
+        table.add_row(str(rank), *(f"{ms:,.2f}" for ms in times))
+    table.add_row("slowest / mean", *(f"{max(times) * len(rows) / sum(times):.3f}" for times in columns))
     return table
 
 

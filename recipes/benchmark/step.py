@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
 from rich.console import Console
 
@@ -171,7 +172,19 @@ class Bench:
         return {
             "step": {**step, **self._speed(run.job, tokens, ms), **self._memory()},
             "update_ms": {label: statistics.median(found[1:]) for label, found in laps.items() if found[1:]},
+            **({"by_rank_ms": self._by_rank(run)} if self.place.ranks > 1 else {}),
         }
+
+    def _by_rank(self, run: pretrain.Run) -> list[Figures]:
+        """What each rank's optimizer says of as many steps again: means."""
+        run.job = replace(run.job, metrics=replace(run.job.metrics, log_freq=1))  # a logged step is measured
+        run.optimizer.seconds()
+        for _ in range(self.options.steps):
+            pretrain.train_step(run, DataWait())
+        mine = {name: 1e3 * seconds / self.options.steps for name, seconds in run.optimizer.seconds().items()}
+        found: list = [None] * self.place.ranks
+        dist.all_gather_object(found, mine)
+        return found
 
     def _parts(self, run: pretrain.Run) -> Figures:
         """Of an eager step of one micro-batch; the first one, which compiles kernels, is left out."""

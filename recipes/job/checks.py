@@ -14,7 +14,7 @@ from components.data.config import check_data
 from components.data.heldout import held_out_at
 from components.data.shards import ShardError
 from components.optimizers.roles import parameters_by_role
-from components.parallel.apply import MICRO_BATCH
+from components.parallel.apply import MICRO_BATCH, recorded_parts
 from components.parallel.compile import conflicts
 from components.parallel.cuda_graph import obstacles
 from registry import Problem, lookup, names, unknown
@@ -122,25 +122,26 @@ def _recorded(
     cuda_graph: Any, model: Any, data: Any, compile: Any, activation_checkpoint: Any, parallelism: Any
 ) -> Iterator[Problem]:
     """What cannot be recorded as CUDA graphs."""
-    if not cuda_graph.enable or parallelism.plan not in names("plan"):
+    parts = recorded_parts(cuda_graph)
+    if not parts or parallelism.plan not in names("plan"):
         return
     path, whole = ("cuda_graph", "components"), lookup("plan", parallelism.plan).cls.whole
-    if (MICRO_BATCH in cuda_graph.components) != whole or (whole and len(cuda_graph.components) > 1):
-        record = f'"{MICRO_BATCH}" (the whole micro-batch) alone' if whole else 'labels of mixers, such as ["mla"]'
+    if (MICRO_BATCH in parts) != whole or (whole and len(parts) > 1):
+        record = f'"{MICRO_BATCH}" (the whole micro-batch)' if whole else 'labels of mixers, such as ["mla"]'
         why = "keeps all weights in place" if whole else "moves weights within a micro-batch"
         yield Problem(path, f'plan = "{parallelism.plan}" {why}: record {record}; or set enable = false')
     elif not whole:
-        yield from _recorded_mixers(cuda_graph, model, data, compile, activation_checkpoint)
+        yield from _recorded_mixers(parts, model, data, compile, activation_checkpoint)
 
 
-def _recorded_mixers(cuda_graph: Any, model: Any, data: Any, compile: Any, activation_checkpoint: Any):
+def _recorded_mixers(labels: tuple[str, ...], model: Any, data: Any, compile: Any, activation_checkpoint: Any):
     path = ("cuda_graph", "components")
     with torch.device("meta"):
-        yield from (Problem(path, reason) for reason in obstacles(model.build(), cuda_graph.components))
+        yield from (Problem(path, reason) for reason in obstacles(model.build(), labels))
     if data.packing == "document":
         message = 'recorded mixers have no mask of documents; set enable = false, or [data] packing to "window"'
         yield Problem(("cuda_graph", "enable"), message)
-    for label in cuda_graph.components:
+    for label in labels:
         if compile.enable and label in compile.components:
             yield Problem(path, f'mixer "{label}" is recorded whole and cannot be compiled too; name it in one place')
         if activation_checkpoint.mode != "none" and label in activation_checkpoint.components:

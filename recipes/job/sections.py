@@ -97,7 +97,7 @@ class CompileSection:
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphSection:
     enable: bool = False  # record forward and backward as CUDA graphs
-    components: tuple[str, ...] = ("mla",)  # labels of mixers (plan fsdp2), or "model": the whole micro-batch (zero1)
+    components: tuple[str, ...] = ("mla",)  # mixers' labels (fsdp2) or "model": a micro-batch (zero1); and "optimizer"
     on_failure: Literal["error", "plain"] = "error"  # stop, or warn and run without recordings
 
 

@@ -10,7 +10,8 @@ CPU, since autograd takes CUDA's only where there is a GPU; what CUDA does other
 Two sums: what the GPU must hold (`total`), and the most that `torch.cuda.max_memory_allocated` counts (`allocated`).
 They differ where a micro-batch is recorded: it is recorded before there is optimizer state, and keeps all of its memory
 from then on, which PyTorch has reserved but no longer counts as allocated. Left out: the CUDA context, fragmentation,
-NCCL's buffers, workspaces inside kernels and what an update makes on its way (a gigabyte in HyMo's primary).
+NCCL's buffers, workspaces inside kernels and what an update makes on its way (a gigabyte in HyMo's primary, kept where
+it is recorded).
 """
 
 import weakref
@@ -32,7 +33,7 @@ from components.data.packing import cu_seqlens_length
 from components.kernels.gated_delta_rule.op import use_fused
 from components.optimizers.roles import build_optimizers, parameters_by_role
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
-from components.parallel.apply import MICRO_BATCH
+from components.parallel.apply import MICRO_BATCH, recorded_parts
 from components.parallel.compile import apply_compile
 from components.parallel.fsdp2 import exact_experts, separate_experts
 from components.parallel.plan import compute_dtype, exact_parameters
@@ -198,7 +199,7 @@ def memory_per_rank(job: Job, model: Footprint, ranks: int) -> dict[str, float]:
 
 
 def _records_micro_batch(job: Job) -> bool:
-    return job.cuda_graph.enable and MICRO_BATCH in job.cuda_graph.components
+    return MICRO_BATCH in recorded_parts(job.cuda_graph)
 
 
 def _keeps_whole(job: Job) -> bool:

@@ -1,5 +1,5 @@
 """Kernels keep to their own memory, whatever the order of programs and lanes. Watched in the interpreter, at widths and
-lengths that fill no tile. Left out: `decayed_update`, which is given addresses in place of tensors."""
+lengths that fill no tile. Left out: `momentum` and `decayed_update`, which are given addresses in place of tensors."""
 
 import os
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from components.kernels.accumulate import op as accumulate
+from components.kernels.even_rows import op as even_rows
 from components.kernels.gated_delta_rule.forms import EXACT
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
@@ -167,6 +168,11 @@ def test_sums_keep_to_their_memory():
         accumulate.launch(torch.randn(4099), torch.randn(4099))
 
 
+def test_factors_of_rows_keep_to_their_memory():
+    with watched():
+        even_rows.launch(torch.rand(3, 21), torch.rand(3, 21), 7, 0.9, 1.0)
+
+
 @pytest.mark.parametrize(("R", "K"), [(16, 32), (37, 21)])
 def test_newton_schulz_keeps_to_its_memory(monkeypatch, R, K):
     monkeypatch.setattr(newton_schulz, "HIGH", 16)
@@ -174,6 +180,6 @@ def test_newton_schulz_keeps_to_its_memory(monkeypatch, R, K):
     monkeypatch.setattr(newton_schulz, "SCALED", (16, 16))
     x, added = torch.randn(2, R, K), torch.randn(2, R, R)
     with watched():
-        newton_schulz.symmetric_product(x, added + added.mT, 0.5, 2.0, 1.0)
+        newton_schulz.symmetric_product(x, added + added.mT, 0.5, 2.0, 1.0, torch.rand(2, 1, 1))
         newton_schulz.scale(x, torch.rand(2, R, 1), torch.empty_like(x))
         newton_schulz.scale(x, torch.rand(2, 1, K), x)

@@ -2,13 +2,16 @@ import pytest
 import torch
 
 from components.optimizers.roles import build_optimizers
+from components.parallel.micro_batch import capture
 from tests.optimizers.small_model import NORMUON, configs, initialised
 
 
-def stepped(device):
+def stepped(device, record=False, **table):
     """Weights after four clipped and measured steps, the last three of which may not wait for the device."""
     model = initialised().to(device)
-    optimizer = build_optimizers(model, configs(expert=NORMUON))
+    optimizer = build_optimizers(model, configs(matrix=table, expert=NORMUON | table))
+    if record:
+        optimizer.record(capture)
     generator = torch.Generator().manual_seed(0)
     for step in range(4):
         for parameter in model.parameters():
@@ -24,3 +27,10 @@ def stepped(device):
 @pytest.mark.gpu
 def test_a_step_on_cuda_moves_the_weights_as_on_the_cpu_and_never_waits_for_the_device():
     torch.testing.assert_close(stepped("cuda"), stepped("cpu"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_recorded_steps_are_bitwise_plain_ones_and_never_wait_for_the_device(ns_dtype):
+    plain, recorded = (stepped("cuda", record, ns_dtype=ns_dtype, nesterov=True) for record in (False, True))
+    assert torch.equal(plain, recorded)

@@ -12,11 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from components.optimizers.roles import build_optimizers
+from tests.optimizers.recording import capture
 from tests.optimizers.small_model import NORMUON, built, configs, initialised, train
 
 DISTRIBUTIONS = ("round_robin", "unsorted", "balanced", "naive")
 LAYOUTS = ("rows", "columns", "replicated", "two meshes")
 CASES = [(d, "rows") for d in DISTRIBUTIONS] + [("naive", "replicated")] + [("round_robin", at) for at in LAYOUTS[1:]]
+RECORDED = [("round_robin", "rows"), ("naive", "replicated")]
 RANKS = (1, 2, 4)
 STEPS = 3
 
@@ -76,6 +78,10 @@ def work(rank, ranks, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank, world_size=ranks)
     found = {(d, layout): observe(*build(d, layout), rank, ranks) for d, layout in CASES}
     found["bfloat16"] = observe(*build("balanced", "rows", "bfloat16"), rank, ranks)
+    for case in RECORDED:
+        model, optimizer = build(*case)
+        optimizer.record(capture)
+        found["recorded", *case] = observe(model, optimizer, rank, ranks)
     torch.save(found, f"{folder}/{ranks}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -113,6 +119,14 @@ def test_weights_state_norm_and_update_are_those_of_plain_tensors(found, unshard
 def test_bf16_newton_schulz_agrees_across_ranks_to_its_own_rounding(found, ranks):
     for name, tensor in found[1][0]["bfloat16"].items():
         assert (found[ranks][0]["bfloat16"][name] - tensor).norm() <= 1e-2 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("case", RECORDED)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_the_owners_compute_recorded_is_bitwise_what_it_is_plain(found, ranks, case):
+    for of_rank in found[ranks]:
+        for name, tensor in of_rank[case].items():
+            assert torch.equal(of_rank["recorded", *case][name], tensor), name
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -49,13 +49,15 @@ def test_the_symmetric_product_in_triton_equals_torch(monkeypatch, shape, tall, 
 
 
 def check_symmetric_product(x, tolerance):
-    gram = launch.symmetric_product(x)
-    polynomial = launch.symmetric_product(gram, added_NRR=gram, alpha=0.1, beta=0.7, diagonal=3.0)
+    factor = torch.rand(len(x), 1, 1, device=x.device) + 0.5
+    gram, scaled = launch.symmetric_product(x), launch.symmetric_product(x, factor_N11=factor)
+    polynomial = launch.symmetric_product(gram, gram, alpha=0.1, beta=0.7, diagonal=3.0, factor_N11=factor)
     wide, square = x.double(), gram.double()
     identity = torch.eye(x.shape[1], dtype=torch.float64, device=x.device)
     for found, expected in (
         (gram, wide @ wide.mT),
-        (polynomial, 0.1 * square @ square + 0.7 * square + 3 * identity),
+        (scaled, factor * (wide @ wide.mT)),
+        (polynomial, factor * (0.1 * square @ square + 0.7 * square + 3 * identity)),
     ):
         assert (found.double() - expected).norm() <= tolerance * expected.norm()
         assert torch.equal(found, found.mT)

@@ -17,6 +17,7 @@ from components.mixers.mla import MLA
 from components.parallel import process_group
 from components.parallel.apply import Prepared
 from components.parallel.cuda_graph import WholeMixer, whole_mixers
+from components.parallel.micro_batch import capture
 from components.parameters import initialise, owned_parameters
 from tests.models.families import FAMILIES
 from tests.models.tiny import batch, tokens
@@ -28,13 +29,16 @@ RECORDED = {"cuda_graph": {"enable": True}}
 PRIMARY = MLA.Config(heads=16, kv_heads=4, q_rank=224, kv_rank=128, head_dim=128, value_dim=128, rotary_dim=32)
 
 
-def gradients(plan: dict, steps: int = 0, **changes) -> dict[str, torch.Tensor]:
-    """The losses and all gradients of a global batch of four micro-batches, after `steps` optimizer steps."""
+def gradients(plan: dict, steps: int = 0, record: bool = False, **changes) -> dict[str, torch.Tensor]:
+    """The losses and all gradients of a global batch of four micro-batches, after `steps` optimizer steps, recorded
+    ones if `record`."""
     parts = prepared(plan, dtype=torch.bfloat16, **changes)
     model = parts.model
     recorded = [mixer.recording for mixer in whole_mixers(model)]
     assert all(recorded) and len(recorded) == (2 if plan.get("cuda_graph") == RECORDED["cuda_graph"] else 0)
     optimizer = joint_optimizer(model, {})
+    if record:
+        optimizer.record(capture)
     for step in range(steps):
         one_step(parts, optimizer, step)
     losses, counts = accumulate(parts, steps)
@@ -58,6 +62,11 @@ def test_losses_and_every_gradient_are_those_of_the_plain_path():
 
 def test_a_recorded_micro_batch_gives_bitwise_what_its_launches_give():
     same(gradients(WHOLE, steps=2), gradients(ZERO1, steps=2), rtol=0)
+
+
+def test_recorded_updates_give_bitwise_what_plain_ones_give_under_every_plan():
+    for plan in (ZERO1, WHOLE, {}):
+        same(gradients(plan, steps=3, record=True), gradients(plan, steps=3), rtol=0)
 
 
 def test_a_recorded_micro_batch_with_experts_in_fp32_gives_bitwise_what_its_launches_give():

@@ -5,7 +5,7 @@ memory show without a GPU: a gradient kept where the next replay writes, weights
 place, two calls before one backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,10 +43,12 @@ def _capture(function: Callable, sample: tuple[Tensor, ...]) -> Callable:
     return Replay.apply
 
 
-def capture_micro_batch(function: Callable[[], Output]) -> Callable[[], Output]:
-    """Runs it to warm up, as a recording does, and from then on always into the same outputs."""
-    held = function()
+def capture_micro_batch(functions: Sequence[Callable[[], Output]]) -> list[Callable[[], Output]]:
+    """Runs each to warm up, as a recording does, and from then on always into the same outputs."""
+    return [_into_the_same(function, function()) for function in functions]
 
+
+def _into_the_same(function: Callable[[], Output], held: Output) -> Callable[[], Output]:
     def replay() -> Output:
         new = function()
         for old, value in zip(_tensors(held), _tensors(new), strict=True):

@@ -4,18 +4,23 @@ import json
 import os
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from components.parallel.optional import UnavailableError
+from recipes import pretrain
 from recipes.pretrain import Run
+from tests.optimizers.recording import capture
 from tests.recipes.runs import (
     assert_same_lines,
     assert_same_state,
     continued,
     kept,
     lines,
+    restored,
     state,
     trained,
 )
@@ -98,6 +103,18 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit_also_with_loader_threads(
     root = continued(own(folder, "plain"), own(folder, "resumed"), step=16)
     assert_same_state(state(trained(root, "--data.workers", "2")), expected)
     assert_same_lines(lines(root), lines(own(folder, "plain")))
+
+
+def test_so_it_is_when_the_resumed_run_records_its_optimizer(folder: Path):
+    flags = ("--cuda_graph.enable", "--cuda_graph.components", "optimizer")
+    root = continued(own(folder, "plain"), own(folder, "recorded"), step=16)
+    with patch.object(pretrain, "capture", side_effect=capture) as recorder:
+        run = trained(root, "--metrics.no_enable_tensorboard", *flags)
+    assert recorder.called
+    assert_same_state(state(run), state(plain(folder)))
+    if not torch.cuda.is_available():
+        with pytest.raises(UnavailableError, match=r"\[cuda_graph\] cannot be switched on: there is no CUDA device"):
+            restored(root, *flags)
 
 
 def test_so_it_is_with_packed_documents(folder: Path):

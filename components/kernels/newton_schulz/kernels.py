@@ -22,6 +22,7 @@ def _lower_tile(t, WIDE: tl.constexpr):
 def symmetric_product(
     x,
     added,
+    factor,
     out,
     R,
     K,
@@ -33,13 +34,15 @@ def symmetric_product(
     beta,
     diagonal,
     ADD: tl.constexpr,
+    SCALE: tl.constexpr,
     WHOLE: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """out = alpha x xᵀ + beta added + diagonal I. `added` (symmetric) and `out` are contiguous (N, R, R). A program
-    makes one tile of HIGH rows and HIGH · WIDE columns, of `tiles` a matrix. WHOLE: HIGH · WIDE divides R and BK K."""
+    """out = factor (alpha x xᵀ + beta added + diagonal I). `added` (symmetric) and `out` are contiguous (N, R, R),
+    `factor` is (N,). A program makes one tile of HIGH rows and HIGH · WIDE columns, of `tiles` a matrix. WHOLE: HIGH ·
+    WIDE divides R and BK K."""
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
     i, j = _lower_tile(tl.program_id(0) % tiles, WIDE)
     if i * HIGH >= R:
@@ -65,6 +68,8 @@ def symmetric_product(
     if ADD:
         total += beta * tl.load(added + here, mask=inside, other=0.0).to(tl.float32)
         total += tl.where(r[:, None] == c[None, :], diagonal, 0.0)
+    if SCALE:
+        total *= tl.load(factor + matrix)
     result = total.to(out.dtype.element_ty)
     tl.store(out + here, result, mask=inside)
     if i >= (j + 1) * WIDE:

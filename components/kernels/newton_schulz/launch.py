@@ -12,9 +12,15 @@ SCALED = (16, 256)  # rows and columns that a program scales
 
 
 def symmetric_product(
-    x_NRK: Tensor, added_NRR: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0, diagonal: float = 0.0
+    x_NRK: Tensor,
+    added_NRR: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    factor_N11: Tensor | None = None,
 ) -> Tensor:
-    """alpha x xᵀ + beta added + diagonal I in the dtype of x, summed in fp32. `added` is symmetric and contiguous."""
+    """factor (alpha x xᵀ + beta added + diagonal I) in the dtype of x, summed in fp32. `added` is symmetric and
+    contiguous, `factor` fp32."""
     N, R, K = x_NRK.shape
     out = x_NRK.new_empty(N, R, R)
     across = triton.cdiv(R, HIGH * WIDE)
@@ -22,6 +28,7 @@ def symmetric_product(
     kernels.symmetric_product[(N * tiles,)](
         x_NRK,
         x_NRK if added_NRR is None else added_NRR,
+        x_NRK if factor_N11 is None else factor_N11,
         out,
         R,
         K,
@@ -31,6 +38,7 @@ def symmetric_product(
         float(beta),
         float(diagonal),
         ADD=added_NRR is not None,
+        SCALE=factor_N11 is not None,
         WHOLE=R % (HIGH * WIDE) == 0 and K % COLUMNS == 0,
         HIGH=HIGH,
         WIDE=WIDE,
