@@ -21,6 +21,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import signal
 import sys
 import types
 import typing
@@ -353,5 +354,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m registry | head` ends like any other command
     # Run as a script this file would be a second module beside `registry`, with a second, empty table of names.
     sys.exit(importlib.import_module("registry").main(sys.argv[1:]))

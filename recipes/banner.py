@@ -4,6 +4,7 @@ everything is."""
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from components.models.stacked_lm import StackedLM
 
 if TYPE_CHECKING:
     from recipes.pretrain import Run
+
+STEPS_FLAG = "--training.steps"
 
 
 def banner(run: "Run") -> None:
@@ -79,20 +82,32 @@ def farewell(run: "Run") -> None:
         print(f"held-out loss {loss:.4f} nats a token; held-out unigram entropy {run.held_out.unigram_entropy():.4f}")
     done = progress.step >= last
     print(f"{'done' if done else 'stopped'} after step {progress.step} of {last}")
-    print(f"logs: {folder}/metrics.jsonl, tensorboard --logdir {folder}/tb")
+    watch = f", tensorboard --logdir {folder}/tb" if run.job.metrics.enable_tensorboard else ""
+    print(f"logs: {folder}/metrics.jsonl{watch}")
     if run.checkpoints:
         print(f"checkpoints: {run.checkpoints.root}")
-        more = f" --training.steps {2 * progress.step}" if done else ""
-        print(f"{'train longer' if done else 'resume'}: {_command(run)}{more}")
+        arguments = with_steps(sys.argv[1:], 2 * progress.step) if done else sys.argv[1:]
+        print(f"{'train longer' if done else 'resume'}: {_command(run, arguments)}")
     else:
         print(f"no checkpoints were asked for ([checkpoint] enable); recipe: {os.path.join(folder, 'recipe.toml')}")
 
 
-def _command(run: "Run") -> str:
+def _command(run: "Run", arguments: Sequence[str]) -> str:
     """What starts this run again, on as many ranks."""
     ranks = run.place.ranks
     launcher = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
-    return shlex.join([*launcher.split(), "-m", "recipes.pretrain", *sys.argv[1:]])
+    return shlex.join([*launcher.split(), "-m", "recipes.pretrain", *arguments])
+
+
+def with_steps(arguments: Sequence[str], steps: int) -> list[str]:
+    """The arguments with another number of steps."""
+    kept, given = [], iter(arguments)
+    for word in given:
+        if word == STEPS_FLAG:
+            next(given, None)
+        elif not word.startswith(f"{STEPS_FLAG}="):
+            kept.append(word)
+    return [*kept, STEPS_FLAG, str(steps)]
 
 
 def _runs(config: StackedLM.Config):

@@ -161,6 +161,12 @@ def test_the_command_lists_every_kind_and_name():
         assert word in listed.stdout
 
 
+def test_a_reader_that_closes_the_pipe_early_sees_no_traceback():
+    command = f"{sys.executable} -m registry | head -n 1"
+    ended = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
+    assert len(ended.stdout.splitlines()) == 1 and ended.stderr == ""
+
+
 def test_the_command_describes_the_fields_of_a_component(capsys):
     assert registry.main(["mixer", "hymo_gdn"]) == 0
     assert "rotary_fraction" in capsys.readouterr().out

@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from recipes.banner import with_steps
 from tests.ranks import ENVIRONMENT, REPOSITORY
 from tests.recipes.runs import arguments, lines
 
 FAST = ("--validation.no_enable", "--metrics.no_enable_tensorboard")
+
+
+@pytest.mark.parametrize("before", [[], ["--training.steps", "100"], ["--training.steps=100"]])
+def test_the_command_that_trains_longer_names_the_number_of_steps_once(before):
+    arguments = ["--job.config_file", "a.toml", *before, "--training.seq_len", "64"]
+    expected = ["--job.config_file", "a.toml", "--training.seq_len", "64", "--training.steps", "200"]
+    assert with_steps(arguments, 200) == expected
 
 
 def launch(folder: Path, *flags: str, ranks: int | None = None) -> subprocess.Popen:
