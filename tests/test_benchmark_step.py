@@ -92,7 +92,9 @@ def test_on_two_ranks_the_optimizer_is_timed_on_each(tmp_path):
     ]
     printed, _ = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    rows = json.loads(file.read_text())["by_rank_ms"]
+    figures = json.loads(file.read_text())
+    assert figures["forward_backward"]["loss"] == pytest.approx(math.log(4096), rel=0.02)
+    rows = figures["by_rank_ms"]
     assert len(rows) == 2 and all(0 < row["orthogonalising"] < row["optimizer"] for row in rows)
     slowest = 2 * max(row["orthogonalising"] for row in rows) / sum(row["orthogonalising"] for row in rows)
     assert "the optimizer by rank" in printed and f"slowest / mean  {slowest:>19.3f}" in printed

@@ -81,11 +81,15 @@ class Zero1(Plan):
         masters = list(dict.fromkeys(model.parameters()))
         weights = {m: _whole_weight(m, compute_dtype(m, exact, self.dtype)) for m in masters}
         _replace(model, weights)
-        self.buckets = [
-            Bucket(members, weights, self.mesh, torch.float32 if dtype == torch.float32 else self.reduce_dtype)
-            for dtype, members in _grouped(masters, weights)
-        ]
+        groups = [(group, dtype, self._reduced_in(dtype)) for dtype, group in _grouped(masters, weights)]
+        parts = self.mesh.size() + 1 if self.mesh.size() > 1 else 0
+        most = max(_length(group) * max(d.itemsize for d in dtypes) for group, *dtypes in groups)
+        scratch = torch.empty(parts * most, dtype=torch.uint8, device=masters[0].device)
+        self.buckets = [Bucket(group, weights, self.mesh, reduced, scratch) for group, _, reduced in groups]
         self.refresh_weights()
+
+    def _reduced_in(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype == torch.float32 else self.reduce_dtype
 
     def clear_gradients(self) -> None:
         for bucket in self.buckets:
@@ -102,7 +106,10 @@ class Zero1(Plan):
 
 @final
 class Bucket:
-    """Parameters of one compute dtype whose shards travel together, padded so that every rank's part is as long."""
+    """Parameters of one compute dtype whose shards travel together, padded so that every rank's part is as long.
+
+    Nothing here moves between steps, so views are made once: that takes the host longer than the exchange takes.
+    """
 
     def __init__(
         self,
@@ -110,11 +117,23 @@ class Bucket:
         weights: dict[nn.Parameter, nn.Parameter],
         mesh: DeviceMesh,
         reduce_dtype: torch.dtype,
+        scratch: Tensor,
     ):
-        self.mesh, self.ranks, self.reduce_dtype = mesh, mesh.size(), reduce_dtype
+        """`scratch`: bytes for what is under way, which buckets share."""
+        self.mesh, self.ranks = mesh, mesh.size()
         self.sums = torch.zeros(sum(m.numel() for m in masters), device=masters[0].device)
         parts = self.sums.split([m.numel() for m in masters])
         self.members = [Trained(m, weights[m], s.view(m.shape)) for m, s in zip(masters, parts, strict=True)]
+        self._masters = [_local(m) for m in masters]
+        self._weights = [self._pieces([m.weight.detach() for m in self.members], r) for r in range(self.ranks)]
+        self._sums = [self._pieces([m.gradient for m in self.members], r) for r in range(self.ranks)]
+        # A gradient once reduced takes the place of this rank's part of the sum, unless that part has gaps.
+        mine = self._sums[mesh.get_local_rank()]
+        self._reduced = [part if part.is_contiguous() else part.contiguous() for part in mine]
+        self._gradients = [self._like(m, part) for m, part in zip(masters, self._reduced, strict=True)]
+        if self.ranks > 1:
+            self._gathering = UnderWay(scratch, self.members[0].weight.dtype, masters, mesh)
+            self._reducing = UnderWay(scratch, reduce_dtype, masters, mesh)
         for member in (m for m in self.members if m.weight.requires_grad):
             member.weight.register_post_accumulate_grad_hook(_adding_to(member.gradient))
 
@@ -122,51 +141,62 @@ class Bucket:
     def gather(self) -> None:
         """Weights from masters."""
         if self.ranks == 1:
-            torch._foreach_copy_([m.weight.detach() for m in self.members], [_local(m.master) for m in self.members])
+            torch._foreach_copy_(self._weights[0], self._masters)
             return
-        rank, dtype = self.mesh.get_local_rank(), self.members[0].weight.dtype
-        sent = self._buffer(1, dtype)
-        torch._foreach_copy_(self._views(sent[0], rank), self._pieces([m.master for m in self.members], rank))
-        arrived = self._buffer(self.ranks, dtype)
-        dist.all_gather_into_tensor(arrived, sent, group=self.mesh.get_group())
-        for r in range(self.ranks):
-            pieces = self._pieces([m.weight.detach() for m in self.members], r)
-            torch._foreach_copy_(pieces, self._views(arrived[r], r))
+        travels = self._gathering
+        torch._foreach_copy_(travels.mine, self._masters)
+        dist.all_gather_into_tensor(travels.all_parts, travels.my_part, group=self.mesh.get_group())
+        for pieces, arrived in zip(self._weights, travels.by_rank, strict=True):
+            torch._foreach_copy_(pieces, arrived)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Masters' gradients: the average over ranks of their sums."""
-        if self.ranks == 1:
-            self._give([m.gradient for m in self.members])
-            return
-        buffer = self._buffer(self.ranks, self.reduce_dtype)
-        for r in range(self.ranks):
-            torch._foreach_copy_(self._views(buffer[r], r), self._pieces([m.gradient for m in self.members], r))
-        mine = self._buffer(1, self.reduce_dtype)
-        dist.reduce_scatter_tensor(mine, buffer, group=self.mesh.get_group())
-        self._give(self._views(mine[0].float().div_(self.ranks), self.mesh.get_local_rank()))
-
-    def _give(self, gradients: Sequence[Tensor]) -> None:
-        for (master, _, _), gradient in zip(self.members, gradients, strict=True):
-            shape = {"shape": master.shape, "stride": master.stride()}
-            master.grad = DTensor.from_local(gradient, self.mesh, master.placements, run_check=False, **shape)
-
-    def _buffer(self, ranks: int, dtype: torch.dtype) -> Tensor:
-        length = sum(_padded(m.master) for m in self.members)
-        return torch.empty(ranks, length, dtype=dtype, device=self.sums.device)
+        if self.ranks > 1:
+            travels = self._reducing
+            for pieces, sent in zip(self._sums, travels.by_rank, strict=True):
+                torch._foreach_copy_(sent, pieces)
+            dist.reduce_scatter_tensor(travels.my_part, travels.all_parts, group=self.mesh.get_group())
+            torch._foreach_copy_(self._reduced, travels.mine)
+            torch._foreach_div_(self._reduced, self.ranks)
+        for member, gradient in zip(self.members, self._gradients, strict=True):
+            member.master.grad = gradient
 
     def _pieces(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """The rank's part of each tensor, a whole one or this rank's DTensor."""
+        """The rank's part of each whole tensor."""
         return [
-            _local(t) if isinstance(t, DTensor) else t.narrow(m.master.placements[0].dim, *_range(m.master, rank))
+            t.narrow(m.master.placements[0].dim, *_range(m.master, rank))
             for t, m in zip(tensors, self.members, strict=True)
         ]
 
-    def _views(self, flat: Tensor, rank: int) -> list[Tensor]:
-        """The rank's part of each parameter within a flat buffer, padding left out."""
-        parts = flat.split([_padded(m.master) for m in self.members])
-        shapes = [_piece_shape(m.master, rank) for m in self.members]
-        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    def _like(self, master: DTensor, local: Tensor) -> DTensor:
+        shape = {"shape": master.shape, "stride": master.stride()}
+        return DTensor.from_local(local, self.mesh, master.placements, run_check=False, **shape)
+
+
+@final
+class UnderWay:
+    """What travels of a bucket in one dtype: every rank's part and beside them this rank's own, flat and in views of
+    each parameter's part, padding left out."""
+
+    def __init__(self, scratch: Tensor, dtype: torch.dtype, masters: Sequence[DTensor], mesh: DeviceMesh):
+        ranks, length = mesh.size(), _length(masters)
+        flat = scratch[: (ranks + 1) * length * dtype.itemsize].view(dtype).view(ranks + 1, length)
+        self.all_parts, self.my_part = flat[:-1], flat[-1:]
+        self.by_rank = [_views(part, masters, r) for r, part in enumerate(self.all_parts)]
+        self.mine = _views(flat[-1], masters, mesh.get_local_rank())
+
+
+def _length(masters: Sequence[DTensor]) -> int:
+    """Elements of each rank's part of a bucket, with its padding."""
+    return sum(_padded(m) for m in masters)
+
+
+def _views(flat: Tensor, masters: Sequence[DTensor], rank: int) -> list[Tensor]:
+    """The rank's part of each parameter within a flat buffer."""
+    parts = flat.split([_padded(m) for m in masters])
+    shapes = [_piece_shape(m, rank) for m in masters]
+    return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _adding_to(total: Tensor):

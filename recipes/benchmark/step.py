@@ -287,6 +287,7 @@ def gradients(run: pretrain.Run, batches: Iterable[Batch], counted: list[Batch] 
     counts = pretrain.global_target_counts(run, batches if counted is None else counted)
     sums, _ = pretrain.accumulate_gradients(run, batches, counts)
     run.optimizer.zero_grad()
+    dist.all_reduce(sums)  # counts are those of all ranks
     return (sums / counts.clamp(min=1)).tolist()
 
 

@@ -264,8 +264,7 @@ def _count_gradients(job: Job, model: nn.Module, tracker: LiveBytes, ranks: int)
     """Let `tracker` know of the gradients that a rank keeps, and let autograd's own go as the plan does."""
     training, parameters = job.training, sum(p.numel() for p in model.parameters())
     if _keeps_whole(job):
-        # The shards of their sums exist beside the activations only where a recording never lets go of these.
-        tracker.gradients = MASTER_BYTES * parameters * (1 + (_records_micro_batch(job) and ranks > 1) / ranks)
+        tracker.gradients = MASTER_BYTES * parameters
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         return

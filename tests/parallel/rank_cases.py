@@ -15,7 +15,7 @@ from components.parallel.plan import data_mesh
 from tests.models.tiny import batch, tokens
 from tests.parallel import replay
 from tests.parallel.plans import SMALL, WHOLE, ZERO1, alone, merged, pairs
-from tests.parallel.training import joint_optimizer, one_step, prepared, trained, weights
+from tests.parallel.training import accumulate, joint_optimizer, one_step, prepared, trained, weights
 
 EXPERTS = {"name": "deepseek_moe", "top_k": 2, "hidden": 16}
 TOLERANCE = 1e-5  # relative, for sums taken in another order
@@ -152,6 +152,17 @@ def test_looped_zones_and_shared_experts(folder: Path):
     zone = {"pattern": ["mla", "gdn", "mla"], "loops": 2, "share": ["experts"]}
     for plan in ({}, {**PER_EXPERT, "activation_checkpoint": {"mode": "full"}}):
         compare(folder, "loops", trained(plan, **{**SMALL, "zones": {"trunk": zone}}))
+
+
+def test_a_reduced_gradient_takes_the_place_of_this_ranks_part_of_the_sum():
+    parts = prepared(ZERO1, **SMALL)
+    accumulate(parts, 0)
+    for bucket in parts.plan.buckets:
+        for master, _, total in bucket.members:
+            part, sharded = master.grad.to_local(), master.placements[0].dim
+            shares = part.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
+            assert shares or sharded > 0, "copied although its part has no gaps"
+            assert part.is_contiguous() and master.grad.shape == master.shape
 
 
 def test_every_rank_sees_the_same_bits_and_the_tied_embedding_is_one_parameter():
