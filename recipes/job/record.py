@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "data.workers",
     "data.sources.*.path",
     "model.ffns.*.bias_speed",
+    "model.mixers.*.chunk",
     "optimizer.*.lr",
     "optimizer.*.distribution",
     "lr_scheduler.*",
