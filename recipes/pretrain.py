@@ -116,6 +116,7 @@ def train(job: Job, place: Place, stop: StopRequest) -> Run:
     """The run: build, resume, step until done or asked to stop, say where everything is. Returns it as it ended."""
     run = build(job, place, stop)
     restore(run)
+    run.optimizer.round_weights()
     run.plan.refresh_weights()
     if place.rank == 0:
         write_resolved(job, job.job.dump_folder)
@@ -186,7 +187,9 @@ def build(job: Job, place: Place, stop: StopRequest, data: MicroBatches | None =
         world=place.ranks,
     )
     optimizer = build_optimizers(
-        prepared.model, {role: getattr(job.optimizer, role) for role in job.optimizer.__annotations__}
+        prepared.model,
+        {role: getattr(job.optimizer, role) for role in job.optimizer.__annotations__},
+        getattr(torch, training.master_dtype),
     )
     if job.cuda_graph.enable and OPTIMIZER in job.cuda_graph.components:
         attempt("cuda_graph", job.cuda_graph.on_failure, lambda: optimizer.record(capture))

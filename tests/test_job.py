@@ -1,5 +1,6 @@
 """recipes.job: parents, overlays and flags; one clear message for every mistake; and the way back to TOML."""
 
+import copy
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import tomli_w
 
 import registry
 from components.data.config import SourceConfig
-from recipes.job import Job, differences, load, load_or_exit, refused_changes, to_table, write_resolved
+from recipes.job import Job, completed, differences, load, load_or_exit, refused_changes, to_table, write_resolved
 from registry import RecipeError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -470,6 +471,29 @@ def test_the_resolved_recipe_parses_to_an_equal_job(name, tmp_path):
     assert job(str(tmp_path / "recipe.toml")) == first
     assert (tmp_path / "code.diff").read_text().startswith("commit ")
     assert '"torch"' in (tmp_path / "environment.json").read_text()
+
+
+def test_a_key_that_came_later_is_as_by_default_in_recipes_written_before():
+    new = to_table(job(DEBUG))
+    old = copy.deepcopy(new)
+    del old["training"]["master_dtype"], old["model"]["mixers"]["gdn"]["chunk"], old["fused_gdn"]
+    assert differences(old, new) == refused_changes(old, new) == []
+    changed = to_table(job(DEBUG, "--training.master_dtype bfloat16"))
+    assert differences(old, changed) == ["training.master_dtype"]
+    assert refused_changes(old, changed) == ["training.master_dtype: 'float32' -> 'bfloat16'"]
+
+
+def test_a_key_that_is_gone_makes_another_recipe():
+    new = to_table(job(DEBUG))
+    old = copy.deepcopy(new)
+    old["training"]["gone"] = 1
+    assert differences(old, new) == ["training.gone"]
+
+
+def test_the_table_of_a_recipe_is_complete():
+    for path in RECIPES.glob("*.toml"):
+        table = to_table(job(str(path)))
+        assert completed(table) == table, path
 
 
 def test_differences_name_the_keys_and_only_what_fixes_the_meaning_is_refused_on_resume():

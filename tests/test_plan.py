@@ -202,6 +202,21 @@ def test_the_recurrence_in_pytorch_keeps_less():
     assert plain.held < fused.held
 
 
+def test_larger_chunks_keep_larger_matrices_and_count_the_same_flops():
+    tuned, larger = (
+        job("hymo_debug", "--training.dtype", "bfloat16", *more) for more in ((), ("--model.mixers.gdn.chunk", "32"))
+    )
+    config, training = tuned.model.config, tuned.training
+    rows, layers = training.local_batch_size, sum(step.block == "gdn" for step in config.steps())
+
+    def kept(chunk: int) -> int:  # T and P in bf16 and six vectors in fp32, of the chunks that a head may need
+        return (rows * training.seq_len // chunk + rows) * (2 * 2 * chunk**2 + 6 * 4 * chunk)
+
+    more = layers * config.mixers["gdn"].config.heads * (kept(32) - kept(16))
+    assert activations(larger).held - activations(tuned).held == more > 0
+    assert larger.model.config.flops_per_token(1024) == config.flops_per_token(1024)
+
+
 def test_a_compiled_norm_needs_its_input_and_what_its_gradient_comes_through():
     """Taken apart by the compiler, not stood in for: gradients that depend on nothing need nothing kept."""
     x, into, gate = (torch.zeros(64, 64, requires_grad=needed) for needed in (False, True, True))

@@ -43,6 +43,7 @@ class GatedDeltaNet(nn.Module):
                 raise ValueError("heads, key_dim and expand_v must be at least 1")
             if not 2 <= self.conv_width <= 4:
                 raise ValueError(f"conv_width = {self.conv_width} must be 2, 3 or 4")
+            super().__post_init__()
 
         @property
         def value_dim(self) -> int:
@@ -75,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         self.conv = nn.Parameter(torch.empty(channels, c.conv_width))
         self.gate = nn.Parameter(torch.empty(inner, dim))
         self.a_b = nn.Parameter(torch.empty(2 * c.heads, dim))
-        self.recurrence = Recurrence(c.heads, c.decay_init, skip=False)
+        self.recurrence = Recurrence(c.heads, c.decay_init, skip=False, chunk=c.chunk)
         self.norm = RMSNorm(RMSNorm.Config(), dim=c.value_dim)
         self.out = nn.Parameter(torch.empty(dim, inner))
 

@@ -58,6 +58,7 @@ class HymoGDN(nn.Module):
                     f"rotary_fraction = {self.rotary_fraction} of {self.rotated_width} features is "
                     f"{self.rotary_dim}, which must be even and at least 2"
                 )
+            super().__post_init__()
 
         @property
         def heads(self) -> int:
@@ -95,7 +96,7 @@ class HymoGDN(nn.Module):
         self.conv = nn.Parameter(torch.empty(c.inner, c.conv_width))
         self.k_q_gate = nn.Parameter(torch.empty(2 * c.heads * c.state_dim + c.inner, c.inner))
         self.dt_beta = nn.Parameter(torch.empty(2 * c.heads, c.inner))
-        self.recurrence = Recurrence(c.heads, c.decay_init, skip=True)
+        self.recurrence = Recurrence(c.heads, c.decay_init, skip=True, chunk=c.chunk)
         self.norm = RMSNorm(RMSNorm.Config(), dim=c.head_dim)
         self.out = nn.Parameter(torch.empty(dim, c.inner))
 

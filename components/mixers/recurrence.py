@@ -5,11 +5,13 @@ Shapes: B batch, T sequence, C channels, H heads, K key width, V value width, W 
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from components.interfaces import Context
+from components.kernels.gated_delta_rule.forms import check_chunk
 from components.kernels.gated_delta_rule.op import gated_delta_rule
 from components.kernels.gated_delta_rule.recurrent import gated_delta_rule_step
 from components.kernels.short_conv.op import short_conv, short_conv_state, short_conv_step
@@ -20,8 +22,15 @@ DECAY_HIGH = 16.0  # decay rates A are drawn from (0, 16]
 STEP_RANGE = (0.001, 0.1)  # initial step sizes Δ
 
 
+@dataclass(frozen=True, kw_only=True)
 class RecurrentConfig(ABC):
-    """What a mixer with a recurrence costs."""
+    """How a mixer's recurrence is computed, and what the mixer costs."""
+
+    chunk: int = 0  # tokens that the recurrence works on at once; 0: what its kernels were tuned to
+
+    def __post_init__(self):
+        _, key_dim, value_dim = self.state_HKV
+        check_chunk(key_dim, value_dim, self.chunk)
 
     @property
     @abstractmethod
@@ -41,7 +50,7 @@ class RecurrentConfig(ABC):
 
     def flops(self, dim: int, seq_len: int) -> dict[str, float]:
         heads, key_dim, value_dim = self.state_HKV
-        state = 6.0 * heads * key_dim * value_dim  # S k, the rank-1 update, S q
+        state = 6.0 * heads * key_dim * value_dim  # S k, the rank-1 update, S q, in chunks of whatever size
         return {"matmul": 2.0 * self.matmul_parameters(dim), "recurrence": state}
 
     def cache_numbers(self) -> int:
@@ -55,9 +64,9 @@ class Recurrence(nn.Module):
 
     fp32_unit = True  # a decay near 1 does not survive bf16
 
-    def __init__(self, heads: int, decay_init: str, skip: bool):
+    def __init__(self, heads: int, decay_init: str, skip: bool, chunk: int):
         super().__init__()
-        self.decay_init = decay_init
+        self.decay_init, self.chunk = decay_init, chunk
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads)) if skip else None
@@ -69,15 +78,17 @@ class Recurrence(nn.Module):
 
     def forward(self, q, k, v, a, b, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
         """q, k (B, T, H, K); v (B, T, H, V); a, b (B, T, H). With a cache also the state after the last token."""
-        gates = (a, b, self.A_log, self.dt_bias)
+        inputs = (q, k, v, a, b, self.A_log, self.dt_bias)
         if cache is None:
-            o_BTHV, state = gated_delta_rule(q, k, v, *gates, cu_seqlens=ctx.cu_seqlens)
+            o_BTHV, state = gated_delta_rule(*inputs, cu_seqlens=ctx.cu_seqlens, chunk=self.chunk)
         elif q.shape[1] == 1:
             step = (x[:, 0] for x in (q, k, v, a, b))
             o_BHV, state = gated_delta_rule_step(*step, self.A_log, self.dt_bias, cache.state_BHKV)
             o_BTHV = o_BHV[:, None]
         else:
-            o_BTHV, state = gated_delta_rule(q, k, v, *gates, initial_state_BHKV=cache.state_BHKV, return_state=True)
+            o_BTHV, state = gated_delta_rule(
+                *inputs, initial_state_BHKV=cache.state_BHKV, return_state=True, chunk=self.chunk
+            )
         o_BTHV = o_BTHV if self.D is None else o_BTHV + self.D[:, None] * v
         return o_BTHV.to(v.dtype), state
 

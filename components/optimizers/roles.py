@@ -51,10 +51,12 @@ class RoleGroup:
 
 @final
 class JointOptimizer:
-    """All roles' optimizers as one. `steps` counts the updates made; a checkpoint saves it and sets it again."""
+    """All roles' optimizers as one. `steps` counts the updates made; a checkpoint saves it and sets it again. Weights
+    are values of `master_dtype` after every step, of whatever role, and state and arithmetic fp32."""
 
-    def __init__(self, groups: Mapping[str, RoleGroup]):
+    def __init__(self, groups: Mapping[str, RoleGroup], master_dtype: torch.dtype = torch.float32):
         self.groups = dict(groups)
+        self.master_dtype = master_dtype
         self.steps = 0
         self._update_rms: dict[str, Tensor] = {}
         self._stopwatch = Stopwatch(next(self._parameters()).device)
@@ -65,6 +67,7 @@ class JointOptimizer:
         with self._stopwatch.running(measure):
             for role, group in self.groups.items():
                 squares[role] = group.optimizer.step(group.component.config.lr * factor, self.steps, measure)
+            self.round_weights()
         self.steps += 1
         if measure:
             self._update_rms = self._root_mean(squares)
@@ -75,6 +78,16 @@ class JointOptimizer:
         for group in self.groups.values():
             group.optimizer.record(capture)
 
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Every trained weight to the nearest value of `master_dtype`; also for weights that an optimizer did not make:
+        initial and loaded ones."""
+        if self.master_dtype == torch.float32:
+            return
+        for group in self.groups.values():
+            for weight in group.optimizer.weights():
+                weight.copy_(weight.to(self.master_dtype))
+
     def zero_grad(self) -> None:
         for parameter in self._parameters():
             parameter.grad = None
@@ -84,7 +97,8 @@ class JointOptimizer:
         return {role: group.component.config.lr * factor for role, group in self.groups.items()}
 
     def update_rms(self) -> dict[str, Tensor]:
-        """RMS of the update by role (learning rate in, weight decay out) at the last step that was measured."""
+        """RMS of the update by role (learning rate in, weight decay out, before the weights are rounded) at the last
+        step that was measured."""
         return self._update_rms
 
     def seconds(self) -> dict[str, float]:
@@ -138,7 +152,9 @@ class JointOptimizer:
         return {role: (s / g.elements).sqrt() for (role, g), s in zip(self.groups.items(), sums, strict=True)}
 
 
-def build_optimizers(model: nn.Module, configs: Mapping[str, Component | None]) -> JointOptimizer:
+def build_optimizers(
+    model: nn.Module, configs: Mapping[str, Component | None], master_dtype: torch.dtype = torch.float32
+) -> JointOptimizer:
     """The joint optimizer of a (sharded, materialised) model, from one configured optimizer a role.
 
     A role without parameters needs none. Raises ValueError for a parameter outside or in two roles, a role that has
@@ -161,7 +177,7 @@ def build_optimizers(model: nn.Module, configs: Mapping[str, Component | None]) 
                 f"[optimizer.{role}]: {component.name} serves the roles {', '.join(allowed)} only; use adamw here"
             )
         groups[role] = RoleGroup(component, component.build(parameters=parameters))
-    return JointOptimizer(groups)
+    return JointOptimizer(groups, master_dtype)
 
 
 def parameters_by_role(model: nn.Module) -> dict[str, list[OwnedParameter]]:

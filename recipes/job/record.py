@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import typing
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path as File
@@ -19,7 +20,7 @@ import tomli_w
 import torch
 
 from recipes.job.sections import Job
-from registry import Component
+from registry import Component, Problem, parse
 
 MAY_CHANGE = (
     "job.*",
@@ -27,6 +28,7 @@ MAY_CHANGE = (
     "data.workers",
     "data.sources.*.path",
     "model.ffns.*.bias_speed",
+    "model.mixers.*.chunk",
     "optimizer.*.lr",
     "optimizer.*.distribution",
     "lr_scheduler.*",
@@ -70,16 +72,25 @@ def _plain(value: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The dotted keys in which two tables of `to_table` differ, one of them possibly having no such key."""
-    before, after = _flat(old), _flat(new)
+    """The dotted keys in which two tables of `to_table` differ. A key that the older one was written too early to have
+    is as by default."""
+    before, after = _flat(completed(old)), _flat(new)
     return [key for key in {**before, **after} if key not in before or key not in after or before[key] != after[key]]
 
 
 def refused_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Those differences that a resumed run may not have, as 'key: old -> new'."""
-    before, after = _flat(old), _flat(new)
+    before, after = _flat(completed(old)), _flat(new)
     refused = [key for key in differences(old, new) if not any(fnmatch.fnmatchcase(key, p) for p in MAY_CHANGE)]
     return [f"{key}: {before.get(key, 'not stated')!r} -> {after.get(key, 'not stated')!r}" for key in refused]
+
+
+def completed(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A table of `to_table` with the keys that have come since; itself if today's recipes no longer take it."""
+    hints = typing.get_type_hints(Job, include_extras=True)
+    problems = [Problem((name,), "is no section") for name in table if name not in hints]
+    sections = {name: parse(hints[name], table.get(name, {}), (name,), problems) for name in hints}
+    return table if problems else to_table(Job(**sections))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

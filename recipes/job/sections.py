@@ -45,7 +45,8 @@ class TrainingSection:
     seq_len: int = 2048  # trained positions a sequence
     steps: int = 10000  # optimizer steps
     max_norm: float = 1.0  # gradients are clipped to this global norm
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute; master weights and optimizer state are fp32 always
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute; optimizer state is fp32 always
+    master_dtype: Literal["float32", "bfloat16"] = "float32"  # weights are rounded to it; stored fp32: no memory saved
     tf32: bool = False  # fp32 matrix products in TF32, except where a part needs full fp32 (router)
     max_skipped_steps: int = 10  # stop after this many non-finite steps in a row
 

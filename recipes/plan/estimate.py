@@ -18,7 +18,7 @@ FORMULAS = {
     "matmul": "3 × 2 × weights that a token meets (of the routed experts the chosen ones; a looped block each time)",
     "head": "3 × 2 × D × V for each loss, main and MTP depths",
     "attention": "3 × 2 × H × (K + V) × T/2 for each causal attention layer",
-    "recurrence": "3 × 6 × H × K × V for each gated delta rule: S k, the rank-1 update, S q",
+    "recurrence": "3 × 6 × H × K × V for each gated delta rule: S k, the rank-1 update, S q; in any chunks",
 }
 
 

@@ -29,22 +29,28 @@ def run(rule, x, do, dstate, **options):
     return [o.detach(), state.detach(), *torch.autograd.grad(loss, x)]
 
 
-@pytest.mark.parametrize("T", [1, 2, 15, 63, 64, 65, 130])
-def test_the_chunked_form_equals_the_sequential_one_to_rounding(T):
+LENGTHS = [(T, 0) for T in (1, 2, 15, 63, 64, 65, 130)] + [(T, C) for C in (16, 32, 128) for T in (1, C + 1, 130)]
+
+
+@pytest.mark.parametrize(("T", "chunk"), LENGTHS)
+def test_the_chunked_form_equals_the_sequential_one_to_rounding(T, chunk):
     x = inputs(T=T)
     do, dstate = torch.randn(2, T, 4, 24, dtype=torch.float64), torch.randn(2, 4, 16, 24, dtype=torch.float64)
     slow = run(gated_delta_rule_reference, x, do, dstate)
-    fast = run(gated_delta_rule, x, do, dstate, return_state=True)
+    fast = run(gated_delta_rule, x, do, dstate, return_state=True, chunk=chunk)
     for name, expected, found in zip(("o", "state", *NAMES), slow, fast, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_packed_documents_equal_separate_calls():
+@pytest.mark.parametrize("chunk", [0, 16, 32])
+def test_packed_documents_equal_separate_calls(chunk):
     lengths = [1, 0, 17, 62, 40, 40]  # rows of 80: the boundary at 80 is one of them
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0), 160, 160], dtype=torch.int32)
     x = inputs(B=2, T=80)
     states = torch.randn(len(starts) - 1, 4, 16, 24, dtype=torch.float64, requires_grad=True)
-    packed, final = gated_delta_rule(*x[:7], initial_state_BHKV=states, cu_seqlens=starts, return_state=True)
+    packed, final = gated_delta_rule(
+        *x[:7], initial_state_BHKV=states, cu_seqlens=starts, return_state=True, chunk=chunk
+    )
     do, dstate = torch.randn_like(packed), torch.randn_like(final)
     found = torch.autograd.grad((packed * do).sum() + (final * dstate).sum(), [*x[:7], states])
     flat = [y.flatten(0, 1)[None] for y in x[:5]]
@@ -75,8 +81,10 @@ def test_steps_one_by_one_equal_the_whole_sequence():
 def test_the_op_passes_pytorchs_own_checks_and_compiles_whole():
     x = inputs(B=1, T=5, G=1, H=2, K=4, V=4, dtype=torch.float32)
     x = [y.detach().float().requires_grad_() for y in x]
-    torch.library.opcheck(torch.ops.hymo.gated_delta_rule, (*x, None, 0.5, True))
-    compiled = torch.compile(lambda *x: gated_delta_rule(*x)[0].square().sum(), fullgraph=True, backend="aot_eager")
+    torch.library.opcheck(torch.ops.hymo.gated_delta_rule, (*x, None, 0.5, 32, True))
+    compiled = torch.compile(
+        lambda *x: gated_delta_rule(*x, chunk=32)[0].square().sum(), fullgraph=True, backend="aot_eager"
+    )
     expected = torch.autograd.grad(gated_delta_rule(*x[:7])[0].square().sum(), x[:7])
     found = torch.autograd.grad(compiled(*x[:7]), x[:7])
     for one, other in zip(found, expected, strict=True):

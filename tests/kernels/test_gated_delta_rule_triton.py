@@ -13,7 +13,7 @@ import torch
 
 from components.kernels.gated_delta_rule import chunk, gated_delta_rule
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.forms import choose
+from components.kernels.gated_delta_rule.forms import choose, chunks
 from components.kernels.gated_delta_rule.launch import dense
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
@@ -114,6 +114,10 @@ CASES = {
         dict(B=1, T=20, G=1, H=1, K=16, V=30),
         dataclasses.replace(WIDE, sweep_block=32),
     ),
+    "chunks of 32, packed": (
+        dict(B=1, T=170, G=1, H=1, K=16, V=16, starts=[0, 40, 165, 165, 170]),
+        dataclasses.replace(SMALL, chunk=32),
+    ),
     "wide, packed": (dict(B=2, T=34, G=1, H=1, K=16, V=16, starts=[0, 1, 1, 18, 34, 68, 68]), WIDE),
 }
 
@@ -124,6 +128,26 @@ def test_the_kernels_equal_the_chunked_form_in_float64(case):
     x = inputs(**sizes)
     do, dstate = upstream(x)
     check(x, run(x, do, dstate, config), exact(x, do, dstate), 1e-5, 1e-5)
+
+
+OFFERED = [(w, chunk) for w in ((16, 16), (32, 20), (16, 40), (64, 64)) for chunk in chunks(*w)]
+
+
+@pytest.mark.parametrize(("widths", "chunk"), OFFERED)
+def test_every_chunk_that_is_offered_gives_the_outputs_and_gradients_of_float64(widths, chunk):
+    """As the op launches it: 16 to 32 tokens a chunk of small heads lie over a segment of 320."""
+    config = choose(*widths, chunk=chunk)
+    assert config.chunk == chunk
+    x = inputs(1, 2 * chunk + 3 if max(widths) > 32 else 330, 1, 1, *widths)
+    do, dstate = upstream(x)
+    check(x, run(x, do, dstate, config), exact(x, do, dstate), 1e-5, 1e-5)
+
+
+def test_a_chunk_without_a_kernel_is_refused_with_those_that_have_one():
+    for K, V, refused, offered in ((32, 32, 64, "16 and 32"), (64, 128, 128, "32 and 64"), (16, 40, 16, "32 and 64")):
+        with pytest.raises(ValueError, match=f"chunk = {refused}: heads of .* {K} .* {V} have kernels .* {offered} "):
+            choose(K, V, chunk=refused)
+    assert choose(32, 32, chunk=16) == choose(32, 32) and choose(64, 128, chunk=64) == choose(64, 128)
 
 
 def log_decays(name, T):
@@ -226,13 +250,13 @@ def test_two_runs_give_the_same_bits_and_strided_inputs_too():
 # With a GPU ---------------------------------------------------------------------------------------
 
 WIDTHS = [(16, 16), (32, 32), (16, 64), (64, 64), (64, 128), (96, 192), (100, 60), (128, 256)]
-CASES_ON_GPU = [(w, torch.bfloat16) for w in WIDTHS] + [
-    (w, dtype) for w in ((32, 32), (64, 128)) for dtype in (torch.float16, torch.float32)
+CASES_ON_GPU = [(w, torch.bfloat16, chunk) for w in WIDTHS for chunk in (0, 32)] + [
+    (w, dtype, chunk) for w in ((32, 32), (64, 128)) for dtype in (torch.float16, torch.float32) for chunk in (0, 32)
 ]
 
 
-def check_on_gpu(x, dstate_too=True, out=0.005, grad=0.015):
-    config = choose(x.q_BTGK.shape[3], x.v_BTHV.shape[3], x.v_BTHV.dtype)
+def check_on_gpu(x, dstate_too=True, out=0.005, grad=0.015, chunk=0):
+    config = choose(x.q_BTGK.shape[3], x.v_BTHV.shape[3], x.v_BTHV.dtype, chunk=chunk)
     do, dstate = upstream(x)
     dstate = dstate if dstate_too else None
     found = run(x, do, dstate, config)
@@ -242,10 +266,10 @@ def check_on_gpu(x, dstate_too=True, out=0.005, grad=0.015):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("widths", "dtype"), CASES_ON_GPU)
-def test_every_width_and_dtype_on_the_gpu(widths, dtype):
+@pytest.mark.parametrize(("widths", "dtype", "chunk"), CASES_ON_GPU)
+def test_every_width_dtype_and_chunk_on_the_gpu(widths, dtype, chunk):
     tight = {"out": 1e-5, "grad": 1e-4} if dtype == torch.float32 else {}
-    check_on_gpu(inputs(2, 333, 2, 4, *widths, dtype=dtype), **tight)
+    check_on_gpu(inputs(2, 333, 2, 4, *widths, dtype=dtype), **tight, chunk=chunk)
 
 
 @pytest.mark.gpu

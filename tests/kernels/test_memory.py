@@ -1,6 +1,7 @@
 """Kernels keep to their own memory, whatever the order of programs and lanes. Watched in the interpreter, at widths and
 lengths that fill no tile. Left out: `momentum` and `decayed_update`, which are given addresses in place of tensors."""
 
+import dataclasses
 import os
 
 import pytest
@@ -109,6 +110,7 @@ RULES = {
     "small": (dict(B=2, T=35, G=1, H=2, K=12, V=20), SMALL),
     "small, one token": (dict(B=1, T=1, G=1, H=1, K=16, V=16), SmallHeads()),
     "small, whole segments": (dict(B=1, T=64, G=1, H=1, K=32, V=32, initial=False), SMALL),
+    "small, chunks of 32": (dict(B=1, T=75, G=1, H=1, K=16, V=20), dataclasses.replace(SMALL, chunk=32)),
     "small, packed": (dict(B=2, T=34, G=1, H=1, K=16, V=16, starts=STARTS), SMALL),
     "wide": (dict(B=2, T=19, G=1, H=2, K=12, V=20), WIDE),
     "wide, one token": (dict(B=1, T=1, G=1, H=1, K=16, V=48, initial=False), WideHeads()),

@@ -121,6 +121,36 @@ def test_the_measured_update_of_adamw_is_how_far_the_weights_moved():
     torch.testing.assert_close(optimizer.update_rms()["expert"], moved, rtol=1e-3, atol=0)
 
 
+def bf16_weights(matrix: dict | None = None):
+    model = initialised()
+    optimizer = build_optimizers(model, configs(matrix=matrix), torch.bfloat16)
+    optimizer.round_weights()
+    return model, optimizer
+
+
+def test_weights_rounded_to_bf16_are_its_values_after_every_step_and_not_those_of_fp32():
+    model, optimizer = bf16_weights()
+    plain, exact = built()
+    for step in range(3):
+        for weight, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float())
+            assert not torch.equal(weight, other)
+            torch.testing.assert_close(weight, other, rtol=0.02, atol=1e-4)
+        train(model, optimizer, range(step, step + 1))
+        train(plain, exact, range(step, step + 1))
+    assert all((view.local != view.local.bfloat16()).any() for _, view in optimizer.state_views())
+
+
+def test_an_update_that_bf16_swallows_leaves_the_weight_alone_and_a_larger_one_moves_it():
+    model, optimizer = bf16_weights()
+    weight = model.mixer.gain  # AdamW's first update is the rate, 1e-3, whatever the gradient
+    with torch.no_grad():
+        weight.copy_(torch.tensor([1.0, -1.0, 0.125]))  # steps of bf16 below them: 2^-8, 2^-8, 2^-11
+    weight.grad = torch.tensor([1.0, -1.0, 1.0])
+    optimizer.step(1.0)
+    assert weight.tolist() == [1.0, -1.0, 0.125 - 2**-10]
+
+
 def test_the_clip_returns_the_joint_norm_and_scales_every_gradient():
     model, optimizer = built()
     for parameter in model.parameters():

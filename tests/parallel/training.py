@@ -70,11 +70,18 @@ def imitated_recordings():
         yield
 
 
-def trained(plan: dict | None = None, dtype: torch.dtype = torch.float32, **changes) -> dict[str, torch.Tensor]:
+def trained(
+    plan: dict | None = None,
+    dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype = torch.float32,
+    **changes,
+) -> dict[str, torch.Tensor]:
     """Losses, gradient norms and expert counts of every step, then all weights by logical name and the buffers; on
     every rank. `plan` may change the matrix optimizer too."""
     parts = prepared(plan, dtype, **changes)
-    model, optimizer = parts.model, joint_optimizer(parts.model, (plan or {}).get("matrix", {}))
+    model, optimizer = parts.model, joint_optimizer(parts.model, (plan or {}).get("matrix", {}), master_dtype)
+    optimizer.round_weights()
+    parts.plan.refresh_weights()
     found = {}
     for step in range(STEPS):
         for name, value in one_step(parts, optimizer, step).items():
@@ -82,9 +89,10 @@ def trained(plan: dict | None = None, dtype: torch.dtype = torch.float32, **chan
     return found | weights(model) | {logical_path(name): buffer for name, buffer in model.named_buffers()}
 
 
-def joint_optimizer(model, matrix: dict) -> JointOptimizer:
+def joint_optimizer(model, matrix: dict, master_dtype: torch.dtype = torch.float32) -> JointOptimizer:
     tables = OPTIMIZERS | {"matrix": OPTIMIZERS["matrix"] | matrix}
-    return build_optimizers(model, {role: registry.parse_component("optimizer", t) for role, t in tables.items()})
+    components = {role: registry.parse_component("optimizer", table) for role, table in tables.items()}
+    return build_optimizers(model, components, master_dtype)
 
 
 def one_step(parts: Prepared, optimizer, step: int) -> dict[str, torch.Tensor]:

@@ -104,6 +104,17 @@ def test_bf16_runs_save_their_weights_in_full_right_after_a_validation_too(folde
     assert_same_lines(lines(root), lines(folder / "bf16"))
 
 
+def test_runs_with_bf16_masters_resume_bit_for_bit_and_not_as_fp32_ones(folder: Path):
+    flags = [*SHORT, "--training.master_dtype", "bfloat16"]
+    run = trained(folder / "rounded", *flags)
+    saved = [weight for group in run.optimizer.groups.values() for weight in group.optimizer.weights()]
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in saved)
+    root = continued(folder / "rounded", folder / "rounded-resumed", step=4)
+    assert "training.master_dtype: 'bfloat16' -> 'float32'" in refusal(root)
+    assert_same_state(state(trained(root, *flags)), state(run))
+    assert_same_lines(lines(root), lines(folder / "rounded"))
+
+
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(folder: Path):
     expected = short(folder)
     root = continued(folder / "short", folder / "damaged", step=6)

@@ -22,12 +22,13 @@ from components.kernels.gated_delta_rule.reference import (
     state_dtype,
 )
 
-CHUNK = 64
+CHUNK = 64  # unless another is asked for
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the rule is applied to, as `op.gated_delta_rule` receives it. starts_L1: int32 document boundaries."""
+    """What the rule is applied to, as `op.gated_delta_rule` receives it. starts_L1: int32 document boundaries; chunk:
+    tokens a chunk, 0 for the form's own choice."""
 
     q_BTGK: Tensor
     k_BTGK: Tensor
@@ -39,6 +40,7 @@ class Inputs:
     initial_state_LHKV: Tensor | None
     starts_L1: Tensor | None
     scale: float
+    chunk: int = 0
 
     def layout(self) -> tuple:
         """All of them but their contents: what may differ between calls of equal layout is values and addresses."""
@@ -47,7 +49,7 @@ class Inputs:
             self.initial_state_LHKV, self.starts_L1,
         )  # fmt: skip
         each = [None if y is None else (y.shape, y.stride(), y.dtype, y.data_ptr() % 16) for y in x]
-        return self.v_BTHV.device, *each
+        return self.v_BTHV.device, self.chunk, *each
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,13 @@ def backward(x: Inputs, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> tuple[Te
 def _grid(x: Inputs) -> Grid:
     """Chunks of every document, row by row. Reads the boundaries on the host: this form is not for graphs."""
     B, T = x.v_BTHV.shape[:2]
-    device = x.v_BTHV.device
+    C, device = x.chunk or CHUNK, x.v_BTHV.device
     starts = torch.arange(0, B * T + 1, T, device=device) if x.starts_L1 is None else x.starts_L1.long()
     lengths = starts.diff()
-    chunks = (lengths + CHUNK - 1) // CHUNK
+    chunks = (lengths + C - 1) // C
     document = torch.repeat_interleave(torch.arange(len(chunks), device=device), chunks)
     within = torch.arange(len(document), device=device) - (chunks.cumsum(0) - chunks)[document]
-    start = starts[document] + within * CHUNK
+    start = starts[document] + within * C
     row = start // T
     place = torch.arange(len(document), device=device) - torch.searchsorted(row, row)
     width = int(place.max()) + 1
@@ -150,7 +152,7 @@ def _grid(x: Inputs) -> Grid:
         return out
 
     start_BN, end_BN = table(start, 0), table(starts[document + 1], 0)
-    token_BNC = start_BN[..., None] + torch.arange(CHUNK, device=device)
+    token_BNC = start_BN[..., None] + torch.arange(C, device=device)
     valid_BNC = token_BNC < end_BN[..., None]
     return Grid(
         token_BNC=token_BNC.where(valid_BNC, 0),
@@ -167,11 +169,12 @@ def _chunk(x: Inputs) -> Chunked:
     g = log_decay(x.a_BTH.to(dtype), x.A_log_H.to(dtype), x.dt_bias_H.to(dtype))
     G = grid.gather(g, dtype).cumsum(-1)
     beta = grid.gather(x.b_BTH.to(dtype).sigmoid(), dtype)[..., None]
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G.device).tril()
+    C = G.shape[-1]
+    lower = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()
     D = (G[..., :, None] - G[..., None, :]).masked_fill(~lower, -torch.inf).exp()
     KK = k @ k.mT
     A = (beta * KK * D).tril(-1)
-    eye = torch.eye(CHUNK, dtype=dtype, device=G.device)
+    eye = torch.eye(C, dtype=dtype, device=G.device)
     return Chunked(
         grid=grid,
         q=q,

@@ -149,4 +149,4 @@ def dense(x: Inputs) -> Inputs:
     even = [_dense(y) for y in tensors]
     if all(y is z for y, z in zip(even, tensors, strict=True)):
         return x
-    return Inputs(*even, x.A_log_H, x.dt_bias_H, x.initial_state_LHKV, x.starts_L1, x.scale)
+    return Inputs(*even, x.A_log_H, x.dt_bias_H, x.initial_state_LHKV, x.starts_L1, x.scale, x.chunk)

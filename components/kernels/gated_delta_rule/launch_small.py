@@ -14,7 +14,7 @@ from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes,
 @dataclass(frozen=True)
 class SmallHeads:
     """Tokens a chunk and a segment; for each kernel, how many chunks its loop holds at once (stages; 1 loads nothing
-    ahead). Every program is one warp."""
+    ahead). Every program is one warp, but for those of `gradients` as stated."""
 
     chunk: int = 16
     segment: int = 320
@@ -26,6 +26,7 @@ class SmallHeads:
     reverse_stages: int = 3
     recompute_stages: int = 3
     gradient_stages: int = 2
+    gradient_warps: int = 1
 
     def launch(self, x: Inputs) -> Launch:
         return SmallHeadsLaunch(x, self)
@@ -116,7 +117,8 @@ class SmallHeadsLaunch(Launch):
         kernels.gradients(
             self.over_slots, q, k, v, do, do, TP, TP, vectors, states, initial, R, dfinal, scratch, q_dot,
             dq, dk, dv, da, db, shares, given(dinitial, do), *where, x.scale,
-            q.stride(1), k.stride(1), v.stride(1), self.n_slots, **self.sizes, **self.values, **ends,
+            q.stride(1), k.stride(1), v.stride(1), self.n_slots,
+            **(self.sizes | {"num_warps": config.gradient_warps}), **self.values, **ends,
             STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages, known=known,
         )  # fmt: skip
         self.reduce_shares(shares, dA_log, ddt_bias, known)

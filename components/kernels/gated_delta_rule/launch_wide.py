@@ -37,7 +37,7 @@ class WideHeadsLaunch(Launch):
     def __init__(self, x: Inputs, config: WideHeads):
         super().__init__(x, config.chunk, config.chunk)
         self.config = config
-        self.BK = max(self.BK, min(self.C, 64))  # smaller tiles are miscompiled
+        self.BK = max(self.BK, min(2 * self.C, 64))  # smaller tiles are miscompiled
         self.inverse_dtype = tl.float32 if self.exact else tl.float16
         self.sizes = {
             "H": self.H, "K": self.K, "BK": self.BK, "C": self.C, "PACKED": self.packed, **self.numbers,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from components.kernels.gated_delta_rule import chunk
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.forms import capability_of, choose
+from components.kernels.gated_delta_rule.forms import CHUNKS, capability_of, choose
 from components.kernels.gated_delta_rule.launch import Launch, dense
 from components.kernels.gated_delta_rule.reference import state_dtype
 
@@ -29,6 +29,7 @@ def gated_delta_rule(
     initial_state_BHKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
+    chunk: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """o_BTHV in the dtype of v, and final_state_BHKV (float32; float64 for float64 inputs) or None.
 
@@ -36,7 +37,8 @@ def gated_delta_rule(
     logit of beta. H is a multiple of G; value head h reads query/key head h // (H / G). `scale` is K**-0.5 by default.
     cu_seqlens: int32 starts of the documents over the flattened B*T tokens, every row's start among them, then B*T
     repeated; the state starts anew at each. States are one a row, or with `cu_seqlens` one a document: their first
-    axis is then its length - 1, not B. Raises ValueError for shapes that do not fit.
+    axis is then its length - 1, not B. `chunk` is how many tokens are worked on at once, 0 for what the form was tuned
+    to: it changes rounding alone. Raises ValueError for shapes that do not fit and for a chunk that no kernel has.
 
     Inputs are float32, bfloat16, float16 or float64. On a GPU products of bfloat16 and float16 inputs take bfloat16
     operands, those of float32 three tf32 terms; sums and states are float32. float64 and K over 128 run in PyTorch,
@@ -44,12 +46,13 @@ def gated_delta_rule(
 
     Source: arXiv 2412.06464, equation 10, in the chunked form of README.md.
     """
-    _check(q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens)
+    _check(q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, chunk)
     scale = q_BTGK.shape[-1] ** -0.5 if scale is None else scale
     call = torch.ops.hymo.gated_delta_rule if _watched(v_BTHV) else _GatedDeltaRule.apply
     o_BTHV, state, _ = call(
-        q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale, return_state
-    )
+        q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale, chunk,
+        return_state,
+    )  # fmt: skip
     return o_BTHV, state if return_state else None
 
 
@@ -58,7 +61,7 @@ def _watched(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(x) not in (Tensor, torch.nn.Parameter)
 
 
-def _check(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens) -> None:
+def _check(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, chunk) -> None:
     if q.ndim != 4 or q.shape != k.shape:
         raise ValueError(f"gated_delta_rule needs q and k of one shape (B, T, G, K), not {_shape(q)} and {_shape(k)}")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
@@ -80,6 +83,8 @@ def _check(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens) -> None:
     states = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, H, q.shape[-1], V)
     if initial_state is not None and initial_state.shape != states:
         raise ValueError(f"the initial state must have shape {states}, one a document, not {_shape(initial_state)}")
+    if chunk and chunk not in CHUNKS:
+        raise ValueError(f"a chunk holds {CHUNKS[0]} to {CHUNKS[-1]} tokens, a power of two, not {chunk}")
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ def _form(inputs: Inputs) -> Launch | None:
     if not _fused or inputs.v_BTHV.device.type != "cuda" or inputs.v_BTHV.dtype == torch.float64:
         return None
     v = inputs.v_BTHV
-    config = choose(inputs.q_BTGK.shape[3], v.shape[3], v.dtype, capability_of(v.device))
+    config = choose(inputs.q_BTGK.shape[3], v.shape[3], v.dtype, capability_of(v.device), inputs.chunk)
     return None if config is None else config.launch(inputs)
 
 
@@ -123,7 +128,7 @@ def _form_again(inputs: Inputs) -> Launch | None:
 # Defined by their schemas: what `torch.library.custom_op` checks at every call takes longer than all our launches.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor? initial_state, "
-    "Tensor? cu_seqlens, float scale"
+    "Tensor? cu_seqlens, float scale, int chunk"
 )
 _FORWARD, _BACKWARD = "hymo::gated_delta_rule", "hymo::gated_delta_rule_backward"
 _TAGS, _DEVICES = (torch.Tag.pt2_compliant_tag,), ("cpu", "cuda")
@@ -174,7 +179,7 @@ def _(do, dstate, kept, *arguments):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.scale, _return_state = inputs
+    *tensors, ctx.scale, ctx.chunk, _return_state = inputs
     ctx.save_for_backward(output[2], *tensors)
     ctx.set_materialize_grads(False)
 
@@ -182,9 +187,9 @@ def _setup_context(ctx, inputs, output) -> None:
 def _gradients(ctx, do, dstate, _, backward=torch.ops.hymo.gated_delta_rule_backward):
     kept, *tensors = ctx.saved_tensors
     do = torch.zeros_like(tensors[2]) if do is None else do
-    grads = backward(do, dstate, kept, *tensors, ctx.scale)
+    grads = backward(do, dstate, kept, *tensors, ctx.scale, ctx.chunk)
     initial = grads[7] if len(grads) > 7 else None
-    return (*grads[:7], initial, None, None, None)
+    return (*grads[:7], initial, None, None, None, None)
 
 
 torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)

@@ -1,6 +1,6 @@
 """The gated delta rule in Triton for wide heads (K up to 128, any V): the kernels. README.md has formulas and symbols.
 
-Chunks hold C = 64 tokens, and only a state of K by V has to wait for the one before it:
+Chunks hold C = 64 tokens (or 32), and only a state of K by V has to wait for the one before it:
 
     gates          every chunk: running sums of the decay, beta                    (tiles.py)
     chunk_maps     every chunk: norms, T and P, and with them what the chunk does to a state S before it,
