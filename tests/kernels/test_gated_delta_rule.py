@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.kernels.gated_delta_rule import chunk as in_pytorch
@@ -127,8 +128,9 @@ def test_a_mode_that_watches_sees_the_op_and_the_same_outputs_and_gradients(init
     ]
 
 
-def test_meta_tensors_have_the_shapes_of_the_op():
-    x = [y.to("meta") for y in inputs(T=9)]
+@pytest.mark.parametrize("without_values", [lambda x: x.to("meta"), FakeTensorMode().from_tensor], ids=["meta", "fake"])
+def test_tensors_without_values_have_the_shapes_of_the_op(without_values):
+    x = [without_values(y) for y in inputs(T=9)]
     o, state = gated_delta_rule(*x[:7], return_state=True)
     assert (o.shape, state.shape) == ((2, 9, 4, 24), (2, 4, 16, 24))
 

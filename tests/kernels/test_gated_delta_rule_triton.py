@@ -252,7 +252,9 @@ def test_what_stands_once_a_head_or_document_may_be_strided_too():
     do, dstate = upstream(x)
     names = ("A_log_H", "dt_bias_H", "initial_state_LHKV", "starts_L1")
     strided = {name: getattr(x, name).repeat_interleave(2, 0)[::2] for name in names}
-    found = run(dataclasses.replace(x, **strided), do, dstate, SMALL)
+    strided = dataclasses.replace(x, **strided, scale=0.5, chunk=32)
+    assert (dense(strided).scale, dense(strided).chunk) == (0.5, 32)
+    found = run(dataclasses.replace(strided, scale=x.scale), do, dstate, SMALL)
     for one, other in zip(run(x, do, dstate, SMALL), found, strict=True):
         assert torch.equal(one, other)
 
