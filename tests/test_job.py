@@ -483,6 +483,12 @@ def test_a_key_that_came_later_is_as_by_default_in_recipes_written_before():
     assert refused_changes(old, changed) == ["training.master_dtype: 'float32' -> 'bfloat16'"]
 
 
+def test_a_resumed_run_may_take_the_recurrence_in_other_chunks_which_makes_another_recipe_all_the_same():
+    old, new = to_table(job(DEBUG)), to_table(job(DEBUG, "--model.mixers.gdn.chunk 32"))
+    assert differences(old, new) == ["model.mixers.gdn.chunk"]
+    assert refused_changes(old, new) == []
+
+
 def test_a_key_that_is_gone_makes_another_recipe():
     new = to_table(job(DEBUG))
     old = copy.deepcopy(new)
