@@ -287,6 +287,10 @@ MISTAKES = {
         '[cuda_graph]\nenable = true\ncomponents = ["model"]\n',
         'x.toml [cuda_graph.components]: plan = "fsdp2" moves weights within a micro-batch: record labels of mixers',
     ),
+    "recording a mixer beside the whole micro-batch": (
+        '[cuda_graph]\nenable = true\ncomponents = ["model", "mla", "optimizer"]\n[parallelism]\nplan = "zero1"\n',
+        'x.toml [cuda_graph.components]: plan = "zero1" keeps all weights in place: record "model"',
+    ),
     "recording a mixer where the whole micro-batch can be": (
         '[cuda_graph]\nenable = true\n[parallelism]\nplan = "zero1"\n',
         'x.toml [cuda_graph.components]: plan = "zero1" keeps all weights in place: record "model"',
