@@ -152,7 +152,7 @@ def test_a_vocabulary_that_does_not_divide_by_the_ranks(folder: Path):
 
 
 def test_experts_that_do_not_divide_by_the_ranks_or_are_fewer(folder: Path):
-    for experts, plan in ((6, {}), (3, {}), (3, PER_EXPERT)):
+    for experts, plan in ((6, {}), (6, ZERO1), (3, {}), (3, PER_EXPERT), (3, ZERO1)):
         ffns = {"experts": {**EXPERTS, "experts": experts}}
         compare(folder, f"{experts} experts", trained(plan, ffns=ffns, **SMALL))
 
@@ -172,14 +172,17 @@ def test_looped_zones_and_shared_experts(folder: Path):
 
 
 def test_a_reduced_gradient_takes_the_place_of_this_ranks_part_of_the_sum():
-    parts = prepared(ZERO1, **SMALL)
+    parts = prepared(ZERO1, ffns={"experts": {**EXPERTS, "experts": 3}}, **SMALL)
     accumulate(parts, 0)
+    copied = set()
     for bucket in parts.plan.buckets:
         for master, _, total in bucket.members:
             part, sharded = master.grad.to_local(), master.placements[0].dim
             shares = part.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
             assert shares or sharded > 0, "copied although its part has no gaps"
             assert part.is_contiguous() and master.grad.shape == master.shape
+            copied.add(not shares)
+    assert copied == ({False, True} if dist.get_world_size() > 3 else {False}), "fewer experts than ranks have gaps"
 
 
 def test_buckets_of_any_size_travel_alike(folder: Path):
