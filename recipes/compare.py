@@ -15,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+import registry
 from recipes.ablate.figures import draw
 from recipes.ablate.measure import COLUMNS
 from recipes.ablate.report import Group, Report, write_report
@@ -34,6 +35,7 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     options = tyro.cli(Options, args=arguments, use_underscores=True)
+    registry.discover()  # recipes written before a key existed are completed by their components
     report = Report("Comparison of runs", grouped([Path(run) for run in options.runs]), columns=tuple(COLUMNS)[:-2])
     folder = Path(options.to)
     write_report(report, folder)

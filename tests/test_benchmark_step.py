@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from recipes.benchmark import parts
-from recipes.benchmark.show import _slowest
+from recipes.benchmark.show import _ranks, _slowest
 from recipes.benchmark.timing import covered, slowest
 from tests.models import tiny
 from tests.ranks import REPOSITORY, rank_environment
@@ -131,6 +131,12 @@ def test_names_of_kernels_are_shown_as_they_are():
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(_slowest({"micro_batches": 4, "busy_ms": 6.0, "slowest": rows}))
     assert console.export_text().splitlines()[1].split() == ["copy[/b]<float>", "0.75", "2", "50.0%"]
+
+
+def test_ranks_that_orthogonalise_nothing_are_shown_too():
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(_ranks([{"orthogonalising": 0.0, "optimizer": ms} for ms in (1.0, 3.0)]))
+    assert console.export_text().splitlines()[-1].split() == ["slowest", "/", "mean", "1.500"]
 
 
 def test_kernels_of_one_name_are_told_together_the_slowest_first():

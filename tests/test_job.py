@@ -287,6 +287,10 @@ MISTAKES = {
         '[cuda_graph]\nenable = true\ncomponents = ["model"]\n',
         'x.toml [cuda_graph.components]: plan = "fsdp2" moves weights within a micro-batch: record labels of mixers',
     ),
+    "recording a mixer beside the whole micro-batch": (
+        '[cuda_graph]\nenable = true\ncomponents = ["model", "mla", "optimizer"]\n[parallelism]\nplan = "zero1"\n',
+        'x.toml [cuda_graph.components]: plan = "zero1" keeps all weights in place: record "model"',
+    ),
     "recording a mixer where the whole micro-batch can be": (
         '[cuda_graph]\nenable = true\n[parallelism]\nplan = "zero1"\n',
         'x.toml [cuda_graph.components]: plan = "zero1" keeps all weights in place: record "model"',
@@ -481,6 +485,12 @@ def test_a_key_that_came_later_is_as_by_default_in_recipes_written_before():
     changed = to_table(job(DEBUG, "--training.master_dtype bfloat16"))
     assert differences(old, changed) == ["training.master_dtype"]
     assert refused_changes(old, changed) == ["training.master_dtype: 'float32' -> 'bfloat16'"]
+
+
+def test_a_resumed_run_may_take_the_recurrence_in_other_chunks_which_makes_another_recipe_all_the_same():
+    old, new = to_table(job(DEBUG)), to_table(job(DEBUG, "--model.mixers.gdn.chunk 32"))
+    assert differences(old, new) == ["model.mixers.gdn.chunk"]
+    assert refused_changes(old, new) == []
 
 
 def test_a_key_that_is_gone_makes_another_recipe():

@@ -4,7 +4,8 @@ What is trained are fp32 masters, sharded over all ranks as under `fsdp2`. The m
 the compute dtype, at addresses that never change: gathered once a step after the update, in few large collectives. A
 backward adds its gradients to fp32 sums, whole too, and the sums are reduced once a step. So a micro-batch touches no
 other rank, whole micro-batches can be recorded as CUDA graphs, and accumulation costs no precision. The price is 2 + 4
-bytes a parameter on every rank beside the shards, where `fsdp2` holds one block's weights.
+bytes a parameter on every rank beside the shards, where `fsdp2` holds one block's weights, and between ranks room for
+one bucket that is under way.
 
 Left out on purpose: overlapping the one reduction with the last backward.
 """

@@ -127,7 +127,8 @@ def _ranks(rows: list[Figures]) -> Table:
     columns = [[row[name] for row in rows] for name in ("orthogonalising", "optimizer")]
     for rank, times in enumerate(zip(*columns, strict=True)):
         table.add_row(str(rank), *(f"{ms:,.2f}" for ms in times))
-    table.add_row("slowest / mean", *(f"{max(times) * len(rows) / sum(times):.3f}" for times in columns))
+    means = [sum(times) / len(times) for times in columns]  # 0 where nothing is orthogonalised
+    table.add_row("slowest / mean", *(f"{max(t) / m:.3f}" if m else "" for t, m in zip(columns, means, strict=True)))
     return table
 
 

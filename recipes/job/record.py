@@ -72,21 +72,22 @@ def _plain(value: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The dotted keys in which two tables of `to_table` differ. A key that the older one was written too early to have
-    is as by default."""
-    before, after = _flat(completed(old)), _flat(new)
+    """The dotted keys in which two tables of `to_table` differ. A key that one was written too early to have is as by
+    default."""
+    before, after = _flat(completed(old)), _flat(completed(new))
     return [key for key in {**before, **after} if key not in before or key not in after or before[key] != after[key]]
 
 
 def refused_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Those differences that a resumed run may not have, as 'key: old -> new'."""
-    before, after = _flat(completed(old)), _flat(new)
+    before, after = _flat(completed(old)), _flat(completed(new))
     refused = [key for key in differences(old, new) if not any(fnmatch.fnmatchcase(key, p) for p in MAY_CHANGE)]
     return [f"{key}: {before.get(key, 'not stated')!r} -> {after.get(key, 'not stated')!r}" for key in refused]
 
 
 def completed(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A table of `to_table` with the keys that have come since; itself if today's recipes no longer take it."""
+    """A table of `to_table` with the keys that have come since; itself if today's recipes no longer take it, or its
+    components are not registered."""
     hints = typing.get_type_hints(Job, include_extras=True)
     problems = [Problem((name,), "is no section") for name in table if name not in hints]
     sections = {name: parse(hints[name], table.get(name, {}), (name,), problems) for name in hints}

@@ -1,6 +1,9 @@
 """Readings, warnings and reports of made runs, and recipes.compare over them."""
 
 import csv
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +13,7 @@ from recipes.ablate.measure import columns, common_end, reading
 from recipes.ablate.report import Group, Report, markdown, write_report
 from recipes.result import other_recipe, spikes
 from tests.ablations.made import recipe, result, write
+from tests.ranks import REPOSITORY
 
 
 def report(**of_variant) -> Report:
@@ -93,6 +97,23 @@ def test_compare_groups_runs_by_recipe_and_refuses_what_is_no_finished_run(tmp_p
         compare.grouped([tmp_path])
     with pytest.raises(ValueError, match="second run of that recipe with seed 1"):
         compare.grouped([*folders, write(tmp_path / "again", result([4.0, 3.0], 1))])
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_compare_takes_a_run_from_before_a_key_existed_for_one_with_its_default(newer, tmp_path):
+    """As a command: what no recipe has been loaded for knows no components yet."""
+    folders = [tmp_path / "primary" / f"seed-{seed}" for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        written = REPOSITORY / "docs/results/b_optimizers/primary" / folder.name / "result.json"
+        made = json.loads(written.read_text())
+        if seed == newer:
+            made["recipe"]["training"]["master_dtype"] = "float32"
+            made["recipe"]["model"]["mixers"]["gdn"]["chunk"] = 0
+        write(folder, made)
+    command = [sys.executable, "-m", "recipes.compare", *map(str, folders), "--to", str(tmp_path), "--no_figures"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "| primary | 2 |" in (tmp_path / "report.md").read_text()
 
 
 def test_the_loss_at_other_lengths_is_a_column_a_length():

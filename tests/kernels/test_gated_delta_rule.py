@@ -1,12 +1,16 @@
 """The gated delta rule in chunks against the token-by-token form, outputs and gradients, in float64."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from components.kernels.gated_delta_rule import chunk as in_pytorch
+from components.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_step, op
+from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.reference import gated_delta_rule_reference
 
 NAMES = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "initial_state")
@@ -122,6 +126,65 @@ def test_a_mode_that_watches_sees_the_op_and_the_same_outputs_and_gradients(init
         "hymo.gated_delta_rule.default",
         "hymo.gated_delta_rule_backward.default",
     ]
+
+
+@pytest.mark.parametrize("without_values", [lambda x: x.to("meta"), FakeTensorMode().from_tensor], ids=["meta", "fake"])
+def test_tensors_without_values_have_the_shapes_of_the_op(without_values):
+    x = [without_values(y) for y in inputs(T=9)]
+    o, state = gated_delta_rule(*x[:7], return_state=True)
+    assert (o.shape, state.shape) == ((2, 9, 4, 24), (2, 4, 16, 24))
+
+
+def test_second_derivatives_are_refused():
+    x = inputs(T=3)
+    (dq,) = torch.autograd.grad(gated_delta_rule(*x[:7])[0].square().sum(), x[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+def test_a_whole_scale_is_a_number_like_any_other(monkeypatch):
+    """Triton would compile an int of 1 into the kernel, which is then remembered for every scale."""
+    scales, forward = [], in_pytorch.forward
+    monkeypatch.setattr(in_pytorch, "forward", lambda x, state: scales.append(x.scale) or forward(x, state))
+    gated_delta_rule(*inputs(T=2)[:7], scale=1)
+    assert scales == [1.0] and type(scales[0]) is float
+
+
+def packed(T=6, **changes):
+    """Inputs of one layout, of fresh values at fresh addresses."""
+    starts = torch.tensor([0, 2, T, 2 * T], dtype=torch.int32)
+    x = inputs(T=T)
+    states = torch.zeros(3, 4, 16, 24)
+    return replace(Inputs(*x[:7], states, starts, scale=torch.rand(()).item()), **changes)
+
+
+def test_inputs_have_one_layout_only_if_they_differ_in_values_and_addresses_alone():
+    """By which a form, its buffers and its compiled kernels are remembered."""
+    x = packed()
+    assert x.layout() == packed().layout()
+    shifted = torch.empty(x.v_BTHV.numel() + 1, dtype=torch.float64)[1:].view(x.v_BTHV.shape)
+    others = [
+        packed(T=7),
+        replace(x, chunk=32),
+        replace(x, a_BTH=x.a_BTH.float()),
+        replace(x, k_BTGK=x.k_BTGK.transpose(1, 2).contiguous().transpose(1, 2)),
+        replace(x, v_BTHV=shifted),
+        replace(x, v_BTHV=x.v_BTHV.to("meta")),
+        replace(x, initial_state_LHKV=None),
+        replace(x, starts_L1=x.starts_L1[:3]),
+        replace(x, starts_L1=None),
+    ]
+    assert len({y.layout() for y in (x, *others)}) == 1 + len(others)
+
+
+def test_a_form_is_worked_out_once_a_layout_until_there_are_many_or_the_switch_is_set(monkeypatch):
+    made = []
+    monkeypatch.setattr(op, "_form", lambda x: made.append(x) or len(made))
+    monkeypatch.setattr(op, "_forms", {})
+    monkeypatch.setattr(op, "MOST_FORMS", 2)
+    assert [op._form_again(packed(T)) for T in (4, 5, 4, 6, 4)] == [1, 2, 1, 3, 4]
+    op.use_fused(True)
+    assert op._form_again(packed(4)) == 5
 
 
 @pytest.mark.parametrize(

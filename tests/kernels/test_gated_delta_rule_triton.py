@@ -271,6 +271,33 @@ def test_two_runs_give_the_same_bits_and_strided_inputs_too():
         assert torch.equal(one, other)
 
 
+def test_what_stands_once_a_head_or_document_may_be_strided_too():
+    x = inputs(1, 40, 1, 2, 16, 16, starts=[0, 7, 40])
+    do, dstate = upstream(x)
+    names = ("A_log_H", "dt_bias_H", "initial_state_LHKV", "starts_L1")
+    strided = {name: getattr(x, name).repeat_interleave(2, 0)[::2] for name in names}
+    strided = dataclasses.replace(x, **strided, scale=0.5, chunk=32)
+    assert (dense(strided).scale, dense(strided).chunk) == (0.5, 32)
+    found = run(dataclasses.replace(strided, scale=x.scale), do, dstate, SMALL)
+    for one, other in zip(run(x, do, dstate, SMALL), found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["small", "wide"])
+def test_kernels_are_remembered_apart_for_all_that_the_layout_of_inputs_leaves_open(config):
+    """Dtype and alignment of the outputs' gradients, and which outputs there are."""
+    x = inputs(1, 3, 1, 1, 16, 16)
+    do, dstate = upstream(x)
+    launch = config.launch(x)
+    launch.forward(x, False)
+    _, _, kept = launch.forward(x, True)
+    unaligned = (torch.cat([y.new_zeros(1), y.flatten()])[1:].view(y.shape) for y in (do, dstate))
+    others, ends = (do, do.double(), next(unaligned)), (None, dstate, next(unaligned))
+    for gradients in [*itertools.product(others, ends), (do.clone(), dstate.clone())]:
+        launch.backward(x, kept, *gradients)
+    assert len(launch._known) == 2 + len(others) * len(ends)
+
+
 # With a GPU ---------------------------------------------------------------------------------------
 
 WIDTHS = [(16, 16), (32, 32), (16, 64), (64, 64), (64, 128), (96, 192), (100, 60), (128, 256)]

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from components.checkpoint.dcp import read, write
 from components.checkpoint.state import model_state, optimizer_state
+from components.parallel import zero1
 from components.parallel.plan import data_mesh
 from tests.models.tiny import batch, tokens
 from tests.parallel import replay
@@ -151,7 +152,7 @@ def test_a_vocabulary_that_does_not_divide_by_the_ranks(folder: Path):
 
 
 def test_experts_that_do_not_divide_by_the_ranks_or_are_fewer(folder: Path):
-    for experts, plan in ((6, {}), (3, {}), (3, PER_EXPERT)):
+    for experts, plan in ((6, {}), (6, ZERO1), (3, {}), (3, PER_EXPERT), (3, ZERO1)):
         ffns = {"experts": {**EXPERTS, "experts": experts}}
         compare(folder, f"{experts} experts", trained(plan, ffns=ffns, **SMALL))
 
@@ -171,14 +172,39 @@ def test_looped_zones_and_shared_experts(folder: Path):
 
 
 def test_a_reduced_gradient_takes_the_place_of_this_ranks_part_of_the_sum():
-    parts = prepared(ZERO1, **SMALL)
+    parts = prepared(ZERO1, ffns={"experts": {**EXPERTS, "experts": 3}}, **SMALL)
     accumulate(parts, 0)
+    copied = set()
     for bucket in parts.plan.buckets:
         for master, _, total in bucket.members:
             part, sharded = master.grad.to_local(), master.placements[0].dim
             shares = part.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
             assert shares or sharded > 0, "copied although its part has no gaps"
             assert part.is_contiguous() and master.grad.shape == master.shape
+            copied.add(not shares)
+    assert copied == ({False, True} if dist.get_world_size() > 3 else {False}), "fewer experts than ranks have gaps"
+
+
+def test_buckets_of_any_size_travel_alike(folder: Path):
+    """Large and small ones, one after another through the same memory."""
+    with patch.object(zero1, "BUCKET", 1000):
+        sizes = [bucket.sums.numel() for bucket in prepared(ZERO1, **SMALL).plan.buckets]
+        assert max(sizes) > 2 * min(sizes)
+        compare(folder, "small", trained(ZERO1, **SMALL))
+
+
+def test_what_computes_in_fp32_is_reduced_in_fp32_whatever_the_rest_is():
+    by_dtype = {}
+    for reduced in ("float32", "bfloat16"):
+        parts = prepared(merged([ZERO1, {"parallelism": {"reduce_dtype": reduced}}]), torch.bfloat16, **SMALL)
+        accumulate(parts, 0)
+        for master, weight, _ in (member for bucket in parts.plan.buckets for member in bucket.members):
+            by_dtype.setdefault((reduced, weight.dtype), []).append(master.grad.to_local().flatten())
+    joined = {key: torch.cat(gradients) for key, gradients in by_dtype.items()}
+    assert torch.equal(joined["float32", torch.float32], joined["bfloat16", torch.float32])
+    one, other = (joined[reduced, torch.bfloat16] for reduced in ("float32", "bfloat16"))
+    assert torch.equal(one, other) == (dist.get_world_size() == 1)
+    assert (one - other).norm() < 0.01 * one.norm()
 
 
 def test_every_rank_sees_the_same_bits_and_the_tied_embedding_is_one_parameter():

@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 
+from components.parallel import compile
+from tests.models import tiny
+
 PROGRAM = """
 import signal, time
 from components.parallel.compile import start_workers
@@ -31,3 +34,12 @@ def test_what_asks_a_run_to_stop_leaves_the_compilers_processes_at_work():
         [sys.executable, "-c", PROGRAM], env=os.environ | several, capture_output=True, text=True, timeout=120
     )
     assert ended.stdout.strip() == "alive alive ended set()", ended.stderr
+
+
+def test_they_are_started_for_what_inductor_compiles_alone(monkeypatch):
+    started = []
+    monkeypatch.setattr(compile, "start_workers", lambda: started.append(True))
+    for backend in ("aot_eager", "inductor"):
+        assert not started
+        compile.apply_compile(tiny.model(), ("model",), backend, "error")
+    assert started == [True]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -105,10 +106,15 @@ def test_bf16_runs_save_their_weights_in_full_right_after_a_validation_too(folde
 
 
 def test_runs_with_bf16_masters_resume_bit_for_bit_and_not_as_fp32_ones(folder: Path):
-    flags = [*SHORT, "--training.master_dtype", "bfloat16"]
-    run = trained(folder / "rounded", *flags)
-    saved = [weight for group in run.optimizer.groups.values() for weight in group.optimizer.weights()]
-    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in saved)
+    flags, step, rounded = [*SHORT, "--training.master_dtype", "bfloat16"], pretrain.train_step, []
+
+    def note(run: pretrain.Run) -> None:
+        weights = [weight for group in run.optimizer.groups.values() for weight in group.optimizer.weights()]
+        rounded.append(all(torch.equal(weight, weight.bfloat16().float()) for weight in weights))
+
+    with patch.object(pretrain, "train_step", lambda run, meter: note(run) or step(run, meter)):
+        note(run := trained(folder / "rounded", *flags))
+    assert all(rounded) and len(rounded) == 7, "before the first step, and after each"
     root = continued(folder / "rounded", folder / "rounded-resumed", step=4)
     assert "training.master_dtype: 'bfloat16' -> 'float32'" in refusal(root)
     assert_same_state(state(trained(root, *flags)), state(run))

@@ -145,8 +145,9 @@ def _dense(x: Tensor) -> Tensor:
 
 def dense(x: Inputs) -> Inputs:
     """The inputs as kernels read them."""
-    tensors = x.q_BTGK, x.k_BTGK, x.v_BTHV, x.a_BTH, x.b_BTH
-    even = [_dense(y) for y in tensors]
-    if all(y is z for y, z in zip(even, tensors, strict=True)):
+    tensors = x.q_BTGK, x.k_BTGK, x.v_BTHV, x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H
+    starts = None if x.starts_L1 is None else x.starts_L1.contiguous()
+    even = [*map(_dense, tensors[:5]), *(y.contiguous() for y in tensors[5:])]
+    if starts is x.starts_L1 and all(y is z for y, z in zip(even, tensors, strict=True)):
         return x
-    return Inputs(*even, x.A_log_H, x.dt_bias_H, x.initial_state_LHKV, x.starts_L1, x.scale, x.chunk)
+    return Inputs(*even, x.initial_state_LHKV, starts, x.scale, x.chunk)

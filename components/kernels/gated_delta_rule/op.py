@@ -47,7 +47,7 @@ def gated_delta_rule(
     Source: arXiv 2412.06464, equation 10, in the chunked form of README.md.
     """
     _check(q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, chunk)
-    scale = q_BTGK.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_BTGK.shape[-1] ** -0.5 if scale is None else float(scale)  # of an int Triton compiles 1 in
     call = torch.ops.hymo.gated_delta_rule if _watched(v_BTHV) else _GatedDeltaRule.apply
     o_BTHV, state, _ = call(
         q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale, chunk,
@@ -57,8 +57,9 @@ def gated_delta_rule(
 
 
 def _watched(x: Tensor) -> bool:
-    """Whether a compiler, a mode or a kind of tensor has to see the op."""
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(x) not in (Tensor, torch.nn.Parameter)
+    """Whether a compiler, a mode or a kind of tensor has to see the op; meta tensors have its shapes alone."""
+    kind = type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta
+    return kind or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 def _check(q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, chunk) -> None:
