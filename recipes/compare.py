@@ -33,7 +33,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, use_underscores=True)
+    options = tyro.cli(Options, prog="python -m recipes.compare", args=arguments, use_underscores=True)
     report = Report("Comparison of runs", grouped([Path(run) for run in options.runs]), columns=tuple(COLUMNS)[:-2])
     folder = Path(options.to)
     write_report(report, folder)

@@ -51,7 +51,9 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         arguments = ["", *arguments]
     name, *rest = arguments
-    options, flags = tyro.cli(Options, args=rest, return_unknown_args=True, use_underscores=True)
+    options, flags = tyro.cli(
+        Options, prog="python -m recipes.ablate FAMILY", args=rest, return_unknown_args=True, use_underscores=True
+    )
     family = _chosen(read_family(name), options.only_variants)
     folder = Path(
         options.folder or "-".join([f"outputs/ablations/{family.name}", *(Path(o).stem for o in options.overlay)])
@@ -119,7 +121,7 @@ def _report(
         else:
             missing.append(f"{name} ({variant.about}) has no finished run. {' '.join(said)}".strip())
     if not groups or groups[0].name != REFERENCE:
-        console.print("no report: the reference has no finished run")
+        console.print(f"no report: the reference has no finished run in {folder}")
         return
     report = Report(family.name, groups, family.claim, family.refuted_by, family.columns, missing)
     write_report(report, folder)

@@ -69,6 +69,7 @@ def parse_flags(
     leaves = {leaf.key: leaf for leaf in _leaves(job, table, (), "")}
     given, strangers = tyro.cli(
         _flag_type(leaves.values()),
+        prog="python -m recipes.pretrain",
         args=[_positive(argument, leaves) for argument in arguments],
         return_unknown_args=True,
         use_underscores=True,
