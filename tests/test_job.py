@@ -269,7 +269,11 @@ MISTAKES = {
     ),
     "recording a mixer that does not exist": (
         '[cuda_graph]\nenable = true\ncomponents = ["mlaa"]\n',
-        'x.toml [cuda_graph.components]: no mixer label named "mlaa". Did you mean "mla"?',
+        'x.toml [cuda_graph.components.0]: no part named "mlaa". Did you mean "mla"?',
+    ),
+    "recording an optimizer by another spelling": (
+        '[cuda_graph]\nenable = true\ncomponents = ["model", "optimiser"]\n[parallelism]\nplan = "zero1"\n',
+        'x.toml [cuda_graph.components.1]: no part named "optimiser". Did you mean "optimizer"?',
     ),
     "recording a mixer with fp32 units": (
         '[cuda_graph]\nenable = true\ncomponents = ["gdn"]\n',
