@@ -332,10 +332,9 @@ MISTAKES = {
 
 def test_an_optimizer_can_be_recorded_alone_or_beside_what_the_plan_records(recipe):
     for plan, beside in (("fsdp2", []), ("fsdp2", ["mla"]), ("zero1", []), ("zero1", ["model"])):
-        sections = (
-            f'[parallelism]\nplan = "{plan}"\n[cuda_graph]\nenable = true\ncomponents = {[*beside, "optimizer"]}\n'
-        )
-        assert job(recipe(sections)).cuda_graph.components == (*beside, "optimizer")
+        parts = [*beside, "optimizer"]
+        sections = f'[parallelism]\nplan = "{plan}"\n[cuda_graph]\nenable = true\ncomponents = {parts}\n'
+        assert job(recipe(sections)).cuda_graph.components == tuple(parts)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
