@@ -25,6 +25,7 @@ from recipes.ablate.progress import Display
 from recipes.ablate.report import Group, Report, write_report
 from recipes.ablate.runs import Planned, Stopped, plan, run_all
 from recipes.ablate.slurm import array_script
+from recipes.job.flags import without
 from recipes.result import read_result
 from registry import unknown
 
@@ -63,7 +64,9 @@ def main(arguments: list[str]) -> int:
     if options.slurm:
         return _write_array(family, options, arguments, len(runs))
     if options.only is not None:
-        runs = runs[options.only : options.only + 1]
+        if options.only not in range(len(runs)):
+            raise ValueError(f"--only {options.only}: there is no such run; they are numbered 0 to {len(runs) - 1}")
+        runs = [runs[options.only]]
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if not options.report_only:
         with Display(console) as display:
@@ -89,15 +92,8 @@ def _chosen(family: Family, variants: Sequence[str]) -> Family:
 
 
 def _write_array(family: Family, options: Options, arguments: list[str], runs: int) -> int:
-    place = arguments.index("--slurm") if "--slurm" in arguments else None
-    kept = (
-        [w for w in arguments if not w.startswith("--slurm=")]
-        if place is None
-        else arguments[:place] + arguments[place + 2 :]
-    )
-    Path(options.slurm).write_text(
-        array_script(family.name, kept, runs, options.ranks, options.slurm), encoding="utf-8"
-    )
+    script = array_script(family.name, without(arguments, "--slurm"), runs, options.ranks, options.slurm)
+    Path(options.slurm).write_text(script, encoding="utf-8")
     print(f"written: {options.slurm}, {runs} tasks; sbatch {options.slurm}")
     return 0
 

@@ -47,6 +47,17 @@ def early_flags(arguments: Sequence[str]) -> Early:
     return Early(config_file, overlay, _nest({tuple(k.split(".")): v for k, v in values.items()}), tuple(rest))
 
 
+def without(arguments: Sequence[str], flag: str) -> list[str]:
+    """The arguments less a flag of one value, as `--flag value` or `--flag=value`."""
+    kept, given = [], iter(arguments)
+    for word in given:
+        if word == flag:
+            next(given, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return kept
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One key that is a flag: its type, and its value if no flag is given (None if it has none)."""
