@@ -11,13 +11,14 @@ import itertools
 import pytest
 import torch
 
-from components.kernels.gated_delta_rule import chunk, gated_delta_rule
+from components.kernels.gated_delta_rule import chunk, gated_delta_rule, op
 from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.forms import choose, chunks
 from components.kernels.gated_delta_rule.launch import dense
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
 from tests.kernels.recording import recorded
+from tests.models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = SmallHeads(segment=32, chunks_per_program=1)
@@ -207,6 +208,29 @@ def test_packed_documents_give_the_bits_of_separate_calls(config):
     x = inputs(1, 52, 1, 1, 16, 16, starts=starts)
     do, dstate = upstream(x)
     assert_packed_equals_separate(x, do, dstate, config)
+
+
+def losses_of_twenty_steps(form, monkeypatch):
+    """Of a tiny HyMo in fp32 whose recurrence runs in `form`, or in PyTorch with None."""
+    monkeypatch.setattr(op, "_form", lambda x: None if form is None else form.launch(x))
+    monkeypatch.setattr(op, "_forms", {})
+    model = tiny.model(dtype=torch.float32, zones={"trunk": {"pattern": ["mla", "gdn"]}}).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(20):
+        batch = tiny.batch(tiny.tokens(rows=1, length=20, seed=step % 2)).to(torch.device(DEVICE))
+        loss = model(batch).loss_sums.sum() / 20
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_twenty_steps_of_training_give_the_losses_of_the_pytorch_form(monkeypatch):
+    expected = losses_of_twenty_steps(None, monkeypatch)
+    assert losses_of_twenty_steps(SMALL, monkeypatch) == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < 0.8 * expected[0]
 
 
 def test_a_document_more_costs_a_chunk_and_no_state():
