@@ -333,9 +333,10 @@ def default(field: dataclasses.Field) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) > 2:
-        print("usage: python -m registry [kind [name]]", file=sys.stderr)
-        return 2
+    asked = bool({"-h", "--help"} & set(arguments))
+    if asked or len(arguments) > 2:
+        print("usage: python -m registry [kind [name]]", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     discover()
     for argument, known, what in zip(
         arguments, (kinds(), names(arguments[0]) if arguments else []), ("kind", "name"), strict=False

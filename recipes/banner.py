@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from components.models.stacked_lm import StackedLM
+from recipes.job.flags import without
 
 if TYPE_CHECKING:
     from recipes.pretrain import Run
@@ -101,13 +102,7 @@ def _command(run: "Run", arguments: Sequence[str]) -> str:
 
 def with_steps(arguments: Sequence[str], steps: int) -> list[str]:
     """The arguments with another number of steps."""
-    kept, given = [], iter(arguments)
-    for word in given:
-        if word == STEPS_FLAG:
-            next(given, None)
-        elif not word.startswith(f"{STEPS_FLAG}="):
-            kept.append(word)
-    return [*kept, STEPS_FLAG, str(steps)]
+    return [*without(arguments, STEPS_FLAG), STEPS_FLAG, str(steps)]
 
 
 def _runs(config: StackedLM.Config):

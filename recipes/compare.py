@@ -34,7 +34,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, use_underscores=True)
+    options = tyro.cli(Options, prog="python -m recipes.compare", args=arguments, use_underscores=True)
     registry.discover()  # recipes written before a key existed are completed by their components
     report = Report("Comparison of runs", grouped([Path(run) for run in options.runs]), columns=tuple(COLUMNS)[:-2])
     folder = Path(options.to)

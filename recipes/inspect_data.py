@@ -42,7 +42,9 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    ours, of_recipe = tyro.cli(Arguments, args=arguments, return_unknown_args=True)
+    ours, of_recipe = tyro.cli(
+        Arguments, prog="python -m recipes.inspect_data", args=arguments, return_unknown_args=True
+    )
     job = load_or_exit(of_recipe, ranks=1)
     tokenizer = job.tokenizer.build()
     data = TrainData(

@@ -191,7 +191,7 @@ def verify(plan: Preparation, chosen: Sequence[str]) -> int:
 
 def command(arguments: list[str] | None = None) -> int:
     try:
-        return main(tyro.cli(Arguments, args=arguments))
+        return main(tyro.cli(Arguments, prog="python -m recipes.prepare_data", args=arguments))
     except SourceError as error:
         console.print(f"Stopped: {error}")
         return 1

@@ -114,7 +114,7 @@ def _encoding(ranks: dict[bytes, int]) -> tiktoken.Encoding:
 
 def command(arguments: list[str] | None = None) -> int:
     try:
-        return main(tyro.cli(Arguments, args=arguments))
+        return main(tyro.cli(Arguments, prog="python -m recipes.train_tokenizer", args=arguments))
     except SourceError as error:
         console.print(f"Stopped: {error}")
         return 1

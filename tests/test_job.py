@@ -269,7 +269,11 @@ MISTAKES = {
     ),
     "recording a mixer that does not exist": (
         '[cuda_graph]\nenable = true\ncomponents = ["mlaa"]\n',
-        'x.toml [cuda_graph.components]: no mixer label named "mlaa". Did you mean "mla"?',
+        'x.toml [cuda_graph.components.0]: no part named "mlaa". Did you mean "mla"?',
+    ),
+    "recording an optimizer by another spelling": (
+        '[cuda_graph]\nenable = true\ncomponents = ["model", "optimiser"]\n[parallelism]\nplan = "zero1"\n',
+        'x.toml [cuda_graph.components.1]: no part named "optimiser". Did you mean "optimizer"?',
     ),
     "recording a mixer with fp32 units": (
         '[cuda_graph]\nenable = true\ncomponents = ["gdn"]\n',
@@ -332,10 +336,9 @@ MISTAKES = {
 
 def test_an_optimizer_can_be_recorded_alone_or_beside_what_the_plan_records(recipe):
     for plan, beside in (("fsdp2", []), ("fsdp2", ["mla"]), ("zero1", []), ("zero1", ["model"])):
-        sections = (
-            f'[parallelism]\nplan = "{plan}"\n[cuda_graph]\nenable = true\ncomponents = {[*beside, "optimizer"]}\n'
-        )
-        assert job(recipe(sections)).cuda_graph.components == (*beside, "optimizer")
+        parts = [*beside, "optimizer"]
+        sections = f'[parallelism]\nplan = "{plan}"\n[cuda_graph]\nenable = true\ncomponents = {parts}\n'
+        assert job(recipe(sections)).cuda_graph.components == tuple(parts)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

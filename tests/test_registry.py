@@ -167,6 +167,13 @@ def test_a_reader_that_closes_the_pipe_early_sees_no_traceback():
     assert len(ended.stdout.splitlines()) == 1 and ended.stderr == ""
 
 
+def test_the_command_says_how_it_is_used_when_asked_and_when_misused(capsys):
+    assert registry.main(["mixer", "--help"]) == 0
+    assert capsys.readouterr().out == "usage: python -m registry [kind [name]]\n"
+    assert registry.main(["mixer", "mla", "heads"]) == 2
+    assert capsys.readouterr().err == "usage: python -m registry [kind [name]]\n"
+
+
 def test_the_command_describes_the_fields_of_a_component(capsys):
     assert registry.main(["mixer", "hymo_gdn"]) == 0
     assert "rotary_fraction" in capsys.readouterr().out

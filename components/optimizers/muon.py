@@ -17,5 +17,5 @@ class Muon(OrthogonalOptimizer):
     Config = OrthogonalConfig
 
     def row_factors(self, position: int, x_Nmn: Tensor, scale: float) -> Tensor:
-        """All rows stay as they are."""
+        """One factor for all rows: they keep their sizes."""
         return torch.full((len(x_Nmn), 1, 1), scale, dtype=self._wide, device=x_Nmn.device)

@@ -77,7 +77,7 @@ def prepare_model(
 
 
 def recorded_parts(cuda_graph) -> tuple[str, ...]:
-    """What of the model is recorded."""
+    """What of the model is recorded: "model", or labels of mixers."""
     return tuple(part for part in cuda_graph.components if part != OPTIMIZER) if cuda_graph.enable else ()
 
 
@@ -98,8 +98,8 @@ def _arrange(model: StackedLM, parallelism, moe_mixed_precision, cuda_graph, dty
         moe_mixed_precision.enable and attempt("moe_mixed_precision", on_failure, lambda: _probe_grouped(dtype, device))
     ):
         exact_experts(model)
-    if MICRO_BATCH not in recorded_parts(cuda_graph):
-        keep_whole(model, recorded_parts(cuda_graph), dtype)
+    if MICRO_BATCH not in (parts := recorded_parts(cuda_graph)):
+        keep_whole(model, parts, dtype)
 
 
 def _probe_fused(dtype: torch.dtype, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from recipes.ablate.progress import Display
 from recipes.ablate.report import Group, Report, write_report
 from recipes.ablate.runs import Planned, Stopped, plan, run_all
 from recipes.ablate.slurm import array_script
+from recipes.job.flags import without
 from recipes.result import read_result
 from registry import unknown
 
@@ -51,7 +52,9 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         arguments = ["", *arguments]
     name, *rest = arguments
-    options, flags = tyro.cli(Options, args=rest, return_unknown_args=True, use_underscores=True)
+    options, flags = tyro.cli(
+        Options, prog="python -m recipes.ablate FAMILY", args=rest, return_unknown_args=True, use_underscores=True
+    )
     family = _chosen(read_family(name), options.only_variants)
     folder = Path(
         options.folder or "-".join([f"outputs/ablations/{family.name}", *(Path(o).stem for o in options.overlay)])
@@ -61,7 +64,9 @@ def main(arguments: list[str]) -> int:
     if options.slurm:
         return _write_array(family, options, arguments, len(runs))
     if options.only is not None:
-        runs = runs[options.only : options.only + 1]
+        if options.only not in range(len(runs)):
+            raise ValueError(f"--only {options.only}: there is no such run; they are numbered 0 to {len(runs) - 1}")
+        runs = [runs[options.only]]
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if not options.report_only:
         with Display(console) as display:
@@ -87,15 +92,8 @@ def _chosen(family: Family, variants: Sequence[str]) -> Family:
 
 
 def _write_array(family: Family, options: Options, arguments: list[str], runs: int) -> int:
-    place = arguments.index("--slurm") if "--slurm" in arguments else None
-    kept = (
-        [w for w in arguments if not w.startswith("--slurm=")]
-        if place is None
-        else arguments[:place] + arguments[place + 2 :]
-    )
-    Path(options.slurm).write_text(
-        array_script(family.name, kept, runs, options.ranks, options.slurm), encoding="utf-8"
-    )
+    script = array_script(family.name, without(arguments, "--slurm"), runs, options.ranks, options.slurm)
+    Path(options.slurm).write_text(script, encoding="utf-8")
     print(f"written: {options.slurm}, {runs} tasks; sbatch {options.slurm}")
     return 0
 
@@ -119,7 +117,7 @@ def _report(
         else:
             missing.append(f"{name} ({variant.about}) has no finished run. {' '.join(said)}".strip())
     if not groups or groups[0].name != REFERENCE:
-        console.print("no report: the reference has no finished run")
+        console.print(f"no report: the reference has no finished run in {folder}")
         return
     report = Report(family.name, groups, family.claim, family.refuted_by, family.columns, missing)
     write_report(report, folder)

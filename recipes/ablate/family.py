@@ -83,7 +83,8 @@ def read_family(name: str) -> Family:
     file = folder / "family.toml"
     if not file.exists():
         known = sorted(f.parent.name for f in FAMILIES.glob("*/family.toml"))
-        raise RecipeError([Problem((), registry.unknown("family", name, known), "command line")])
+        message = registry.unknown("family", name, known) if name else f"which family? Known: {', '.join(known)}"
+        raise RecipeError([Problem((), message, "command line")])
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

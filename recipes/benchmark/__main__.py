@@ -12,18 +12,22 @@ import tyro
 from recipes.benchmark.kernels import kernels
 from recipes.benchmark.length import length
 from recipes.benchmark.step import step
+from registry import unknown
 
 
 def main(arguments: list[str]) -> None:
     match arguments:
         case ["kernels", *rest]:
-            tyro.cli(kernels, prog="recipes.benchmark kernels", args=rest)
+            tyro.cli(kernels, prog="python -m recipes.benchmark kernels", args=rest)
         case ["step", *rest]:
             step(rest)
         case ["length", *rest]:
             length(rest)
-        case _:
-            sys.exit(__doc__.strip())
+        case [] | ["-h" | "--help", *_]:
+            print(__doc__.strip())
+        case [name, *_]:
+            print(unknown("benchmark", name, ("kernels", "step", "length")), file=sys.stderr)
+            sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,11 @@ class Options:
 
 def length(arguments: list[str]) -> None:
     options, flags = tyro.cli(
-        Options, prog="recipes.benchmark length", args=arguments, return_unknown_args=True, use_underscores=True
+        Options,
+        prog="python -m recipes.benchmark length",
+        args=arguments,
+        return_unknown_args=True,
+        use_underscores=True,
     )
     flags = [*flags, *step.ALONE]
     both = [flags, *([[*flags, "--job.config_file", options.against]] if options.against else [])]

@@ -81,9 +81,7 @@ def _whole(figures: Figures) -> dict[str, Table | str]:
     update = {**figures["update_ms"], "waiting for data": step["data_wait_ms"]}
     found["within a step, once"] = _times(update, total=step["ms"])
     if "by_rank_ms" in figures:
-        found["the optimizer by rank: its own matrices, and the whole update with the waits for other ranks"] = _ranks(
-            figures["by_rank_ms"]
-        )
+        found["the optimizer by rank: its own matrices, and all with waits for others"] = _ranks(figures["by_rank_ms"])
     if "gpu" in figures:
         gpu = figures["gpu"]
         found[f"the GPU during {gpu['micro_batches']} micro-batches and the reduction of their gradients"] = (

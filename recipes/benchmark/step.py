@@ -60,7 +60,11 @@ class Options:
 
 def step(arguments: list[str]) -> None:
     options, flags = tyro.cli(
-        Options, prog="recipes.benchmark step", args=arguments, return_unknown_args=True, use_underscores=True
+        Options,
+        prog="python -m recipes.benchmark step",
+        args=arguments,
+        return_unknown_args=True,
+        use_underscores=True,
     )
     flags = [*flags, *ALONE]
     job = load_or_exit(flags, needs_data=options.data == "recipe")

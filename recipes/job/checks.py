@@ -14,7 +14,7 @@ from components.data.config import check_data
 from components.data.heldout import held_out_at
 from components.data.shards import ShardError
 from components.optimizers.roles import parameters_by_role
-from components.parallel.apply import MICRO_BATCH, recorded_parts
+from components.parallel.apply import MICRO_BATCH, OPTIMIZER, recorded_parts
 from components.parallel.compile import conflicts
 from components.parallel.cuda_graph import obstacles
 from registry import Problem, lookup, names, unknown
@@ -122,15 +122,21 @@ def _recorded(
     cuda_graph: Any, model: Any, data: Any, compile: Any, activation_checkpoint: Any, parallelism: Any
 ) -> Iterator[Problem]:
     """What cannot be recorded as CUDA graphs."""
-    parts = recorded_parts(cuda_graph)
-    if not parts or parallelism.plan not in names("plan"):
+    if not cuda_graph.enable or parallelism.plan not in names("plan"):
         return
-    path, whole = ("cuda_graph", "components"), lookup("plan", parallelism.plan).cls.whole
-    if (MICRO_BATCH in parts) != whole or (whole and len(parts) > 1):
-        record = f'"{MICRO_BATCH}" (the whole micro-batch)' if whole else 'labels of mixers, such as ["mla"]'
-        why = "keeps all weights in place" if whole else "moves weights within a micro-batch"
-        yield Problem(path, f'plan = "{parallelism.plan}" {why}: record {record}; or set enable = false')
-    elif not whole:
+    known = {MICRO_BATCH, OPTIMIZER, *getattr(model.config, "mixers", {})}
+    if wrong := list(_no_part("cuda_graph", cuda_graph.components, known)):
+        yield from wrong
+        return
+    parts, plan, path = recorded_parts(cuda_graph), parallelism.plan, ("cuda_graph", "components")
+    whole = lookup("plan", plan).cls.whole
+    if whole and set(parts) - {MICRO_BATCH}:
+        remedy = f'record "{MICRO_BATCH}" (the whole micro-batch) in place of mixers, or set enable = false'
+        yield Problem(path, f'plan = "{plan}" keeps all weights in place: {remedy}')
+    elif not whole and MICRO_BATCH in parts:
+        remedy = f'record labels of mixers in place of "{MICRO_BATCH}", or set enable = false'
+        yield Problem(path, f'plan = "{plan}" moves weights within a micro-batch: {remedy}')
+    elif not whole and parts:
         yield from _recorded_mixers(parts, model, data, compile, activation_checkpoint)
 
 

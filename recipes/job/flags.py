@@ -47,6 +47,17 @@ def early_flags(arguments: Sequence[str]) -> Early:
     return Early(config_file, overlay, _nest({tuple(k.split(".")): v for k, v in values.items()}), tuple(rest))
 
 
+def without(arguments: Sequence[str], flag: str) -> list[str]:
+    """The arguments less a flag of one value, as `--flag value` or `--flag=value`."""
+    kept, given = [], iter(arguments)
+    for word in given:
+        if word == flag:
+            next(given, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return kept
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One key that is a flag: its type, and its value if no flag is given (None if it has none)."""
@@ -69,6 +80,7 @@ def parse_flags(
     leaves = {leaf.key: leaf for leaf in _leaves(job, table, (), "")}
     given, strangers = tyro.cli(
         _flag_type(leaves.values()),
+        prog="python -m recipes.pretrain",
         args=[_positive(argument, leaves) for argument in arguments],
         return_unknown_args=True,
         use_underscores=True,

@@ -33,7 +33,9 @@ class Options(Machine):
 
 
 def main(arguments: list[str]) -> None:
-    options, recipe = tyro.cli(Options, args=arguments, return_unknown_args=True, use_underscores=True)
+    options, recipe = tyro.cli(
+        Options, prog="python -m recipes.plan", args=arguments, return_unknown_args=True, use_underscores=True
+    )
     first = [None] if any(a.startswith("--job.config_file") for a in recipe) or not options.compare else []
     plans = []
     for name in [*first, *options.compare]:

@@ -104,6 +104,12 @@ def test_an_array_script_has_a_task_for_every_run(tmp_path, monkeypatch):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
 
+def test_a_task_beyond_the_last_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ValueError, match="--only 4: there is no such run; they are numbered 0 to 3"):
+        main([str(family(tmp_path / "f", "no_mtp")), "--seeds", "2", "--only", "4"])
+
+
 def test_runs_side_by_side_have_gpus_of_their_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert make_slots(2, 2) == [Slot("4,5", 1), Slot("6,7", 1)] and make_slots(1, 4) == [Slot(None, 1)]

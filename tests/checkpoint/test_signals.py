@@ -1,3 +1,5 @@
+"""A request to stop: remembered at the first signal, obeyed at once at the second interrupt."""
+
 import os
 import signal
 

@@ -1,3 +1,5 @@
+"""Sums in fp32 of gradients in any dtype, in every form."""
+
 import pytest
 import torch
 

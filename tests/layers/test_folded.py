@@ -1,3 +1,5 @@
+"""Folded weights: taken apart, and their gradients put together."""
+
 import torch
 
 from components.layers.folded import split_last

@@ -1,3 +1,5 @@
+"""Peaks of devices, throughput and MFU."""
+
 import pytest
 
 from components.metrics.flops import peak_tflops, throughput

@@ -1,3 +1,5 @@
+"""Traces and memory snapshots on request."""
+
 import json
 
 import pytest

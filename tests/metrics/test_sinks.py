@@ -1,3 +1,5 @@
+"""Where metrics go: a line of JSON, TensorBoard, the console; also of a run that is resumed."""
+
 import io
 import json
 import math

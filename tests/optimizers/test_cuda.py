@@ -1,3 +1,5 @@
+"""Steps of the joint optimizer on a GPU, plain and recorded."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""Who orthogonalises what, and how even that is."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

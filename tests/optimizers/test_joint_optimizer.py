@@ -1,3 +1,5 @@
+"""All roles as one optimizer: roles, refusals, state, measurements, clipping, rounded weights."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,3 +1,5 @@
+"""Newton-Schulz and its kernels against float64."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""The warm-up, stable, decay schedule."""
+
 import pytest
 
 from components.optimizers.roles import build_optimizers

@@ -1,3 +1,5 @@
+"""Optimisations that cannot be switched on: stop, or go on without."""
+
 import pytest
 
 from components.parallel.optional import attempt

@@ -1,3 +1,5 @@
+"""The process group: a group of one, timeouts, the watch over steps."""
+
 import os
 import subprocess
 import sys

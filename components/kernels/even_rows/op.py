@@ -14,10 +14,12 @@ MOST_ROWS = 2**14  # that one program holds
 
 
 def even_rows(norm_Nm: Tensor, second_moment_Nm: Tensor, columns: int, beta2: float, scale: float) -> Tensor:
-    """One over the root of each row's second moment, times what leaves the matrix its Frobenius norm, times `scale`.
+    """The factor of each row, (N, m): one over the root of its second moment, times what leaves the matrix its
+    Frobenius norm, times `scale`.
 
     norm_Nm: of rows with `columns` elements. second_moment_Nm, the running mean of their squares, takes the norms in,
-    in place. Source: NorMuon (arXiv 2510.05491), where the norm kept is another (docs/optimizers.md).
+    in place. Both are contiguous and of one dtype, fp32 or above, which the factors have too. Source: NorMuon (arXiv
+    2510.05491), where the norm kept is another (docs/optimizers.md).
     """
     if norm_Nm.is_cuda and norm_Nm.dtype == torch.float32 and norm_Nm.shape[1] <= MOST_ROWS:
         return launch(norm_Nm, second_moment_Nm, columns, beta2, scale)
