@@ -267,6 +267,10 @@ MISTAKES = {
         '[compile]\nenable = true\n[activation_checkpoint]\nmode = "full"\ncomponents = ["gdn"]\n',
         "x.toml [compile.components]: a part that is recomputed by itself inside a compiled block would run uncompiled",
     ),
+    "recording nothing": (
+        "[cuda_graph]\nenable = true\ncomponents = []\n",
+        "x.toml [cuda_graph.components]: names nothing to record; name parts, or set enable = false",
+    ),
     "recording a mixer that does not exist": (
         '[cuda_graph]\nenable = true\ncomponents = ["mlaa"]\n',
         'x.toml [cuda_graph.components.0]: no part named "mlaa". Did you mean "mla"?',

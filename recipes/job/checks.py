@@ -128,6 +128,9 @@ def _recorded(
     if wrong := list(_no_part("cuda_graph", cuda_graph.components, known)):
         yield from wrong
         return
+    if not cuda_graph.components:
+        yield Problem(("cuda_graph", "components"), "names nothing to record; name parts, or set enable = false")
+        return
     parts, plan, path = recorded_parts(cuda_graph), parallelism.plan, ("cuda_graph", "components")
     whole = lookup("plan", plan).cls.whole
     if whole and set(parts) - {MICRO_BATCH}:
