@@ -80,5 +80,6 @@ def _wide_before_hopper(K: int) -> WideHeads:
             output_stages=2, sweep_stages=2, query_stages=1, key_stages=1,
         )  # fmt: skip
     return WideHeads(
-        chunk=32, query_block=32, key_block=32, output_stages=2, sweep_stages=2, query_stages=2, key_stages=2
-    )
+        chunk=32, query_block=32, key_block=32, chunk_warps=8,
+        output_stages=2, sweep_stages=2, query_stages=2, key_stages=2,
+    )  # fmt: skip
