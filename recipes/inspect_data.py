@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +23,7 @@ from components.data.loader import TrainData
 from components.data.shards import ShardSet
 from components.data.tokenizers import Tokenizer
 from recipes.job import load_or_exit
+from recipes.job.flags import split_options
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 COMMONEST = 20
@@ -42,9 +42,7 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    ours, of_recipe = tyro.cli(
-        Arguments, prog="python -m recipes.inspect_data", args=arguments, return_unknown_args=True
-    )
+    ours, of_recipe = split_options(Arguments, "python -m recipes.inspect_data", arguments)
     job = load_or_exit(of_recipe, ranks=1)
     tokenizer = job.tokenizer.build()
     data = TrainData(

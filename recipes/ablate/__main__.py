@@ -25,7 +25,7 @@ from recipes.ablate.progress import Display
 from recipes.ablate.report import Group, Report, write_report
 from recipes.ablate.runs import Planned, Stopped, plan, run_all
 from recipes.ablate.slurm import array_script
-from recipes.job.flags import without
+from recipes.job.flags import split_options, without
 from recipes.result import read_result
 from registry import unknown
 
@@ -52,9 +52,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         arguments = ["", *arguments]
     name, *rest = arguments
-    options, flags = tyro.cli(
-        Options, prog="python -m recipes.ablate FAMILY", args=rest, return_unknown_args=True, use_underscores=True
-    )
+    options, flags = split_options(Options, "python -m recipes.ablate FAMILY", rest)
     family = _chosen(read_family(name), options.only_variants)
     folder = Path(
         options.folder or "-".join([f"outputs/ablations/{family.name}", *(Path(o).stem for o in options.overlay)])

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +25,7 @@ from recipes.benchmark import step
 from recipes.benchmark.show import sequence_bytes, show_lengths
 from recipes.benchmark.timing import device
 from recipes.job import Job, load_or_exit
+from recipes.job.flags import split_options
 
 Figures = dict[str, Any]
 
@@ -43,13 +43,7 @@ class Options:
 
 
 def length(arguments: list[str]) -> None:
-    options, flags = tyro.cli(
-        Options,
-        prog="python -m recipes.benchmark length",
-        args=arguments,
-        return_unknown_args=True,
-        use_underscores=True,
-    )
+    options, flags = split_options(Options, "python -m recipes.benchmark length", arguments)
     flags = [*flags, *step.ALONE]
     both = [flags, *([[*flags, "--job.config_file", options.against]] if options.against else [])]
     job, *_ = (load_or_exit(mine, needs_data=False) for mine in both)

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 
 from components.checkpoint.signals import StopRequest
@@ -35,6 +34,7 @@ from recipes.benchmark.parts import time_by_part, wrapped
 from recipes.benchmark.show import show
 from recipes.benchmark.timing import Stopwatch, busy, device, measure_ceilings
 from recipes.job import Job, load, load_or_exit
+from recipes.job.flags import split_options
 
 GIB = 2**30
 SWITCHES = ("fused_gdn", "moe_mixed_precision", "compile", "cuda_graph")
@@ -59,13 +59,7 @@ class Options:
 
 
 def step(arguments: list[str]) -> None:
-    options, flags = tyro.cli(
-        Options,
-        prog="python -m recipes.benchmark step",
-        args=arguments,
-        return_unknown_args=True,
-        use_underscores=True,
-    )
+    options, flags = split_options(Options, "python -m recipes.benchmark step", arguments)
     flags = [*flags, *ALONE]
     job = load_or_exit(flags, needs_data=options.data == "recipe")
     bench = Bench(options, flags, init(job.comm.init_timeout_seconds))

@@ -14,13 +14,15 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
 import registry
 from recipes.job.files import COMMAND_LINE
 from registry import Component, Path, Problem
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ def early_flags(arguments: Sequence[str]) -> Early:
     values = vars(found)
     config_file, overlay = values.pop("job.config_file", None), tuple(values.pop("job.overlay", ()))
     return Early(config_file, overlay, _nest({tuple(k.split(".")): v for k, v in values.items()}), tuple(rest))
+
+
+def split_options(options: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
+    """A command's own options, and the arguments that are left for the recipe. Prints the help or what is wrong with
+    them, and ends, as tyro does; `command` is what usage calls it."""
+    return tyro.cli(options, prog=command, args=arguments, return_unknown_args=True, use_underscores=True)
 
 
 def without(arguments: Sequence[str], flag: str) -> list[str]:

@@ -11,10 +11,10 @@ import json
 import sys
 from dataclasses import dataclass
 
-import tyro
 from rich.console import Console
 
 from recipes.job import load_or_exit
+from recipes.job.flags import split_options
 from recipes.plan.estimate import Machine, estimate
 from recipes.plan.show import compare, show
 
@@ -33,9 +33,7 @@ class Options(Machine):
 
 
 def main(arguments: list[str]) -> None:
-    options, recipe = tyro.cli(
-        Options, prog="python -m recipes.plan", args=arguments, return_unknown_args=True, use_underscores=True
-    )
+    options, recipe = split_options(Options, "python -m recipes.plan", arguments)
     first = [None] if any(a.startswith("--job.config_file") for a in recipe) or not options.compare else []
     plans = []
     for name in [*first, *options.compare]:
