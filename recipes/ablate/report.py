@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.ablate.measure import AXES, columns, common_end, reading
+from recipes.ablate.measure import AXES, ROUNDING, columns, common_end, position, reading
 from recipes.ablate.statistics import Interval, interval, judgement, paired, verdict
 from recipes.result import Result
 
@@ -214,11 +214,18 @@ def _remarks(report: Report) -> str:
     if len(devices) > 1:
         places = ", ".join(f"{ranks} × {device}" for device, ranks in sorted(devices))
         lines.append(f"⚠ The runs were made on different machines ({places}): times and speeds do not compare.")
-    lines.append(
-        "At equal FLOPs and time all but the cheapest run are read before their end, by linear interpolation between "
-        "validations, where a schedule that decays has not come down yet."
-    )
+    if early := [HEADS[axis] for axis in report.axes if _beyond_common_end(report, axis)]:
+        lines.append(
+            f"Some runs are read before their end ({', '.join(early)}), by linear interpolation between validations, "
+            "where a schedule that decays has not come down yet."
+        )
     return "\n".join(f"* {line}" for line in [*lines, *report.missing])
+
+
+def _beyond_common_end(report: Report, axis: str) -> bool:
+    """Whether some run went on after the place where all are read."""
+    ends = [position(result, axis, result["tokens"]) for result in report.results()]
+    return max(ends) > common_end(report.results(), axis) * (1 + ROUNDING)
 
 
 def unequal(group: Group, reference: Group) -> list[str]:

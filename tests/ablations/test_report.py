@@ -39,6 +39,12 @@ def test_equal_flops_end_where_the_cheapest_variant_does():
     assert found.readings(found.reference, "FLOPs", "loss")[1] == pytest.approx(3.01)
 
 
+def test_a_report_says_along_what_runs_are_read_before_their_end_and_nothing_where_none_is():
+    assert "before their end (at equal FLOPs)" in markdown(report(flops=2e6))
+    assert "before their end (at equal time)" in markdown(report(step_seconds=0.25))
+    assert "before their end" not in markdown(report())
+
+
 def test_equal_time_ends_where_the_fastest_variant_does():
     found = report(step_seconds=0.25)
     assert common_end(found.results(), "seconds") == 25.0
