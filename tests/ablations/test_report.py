@@ -62,6 +62,13 @@ def test_a_variant_of_another_size_is_marked_with_both_numbers():
     assert "⚠ other differs in active parameters (1100 against 1000), FLOPs a token (2e+06 against 1e+06)" in text
 
 
+def test_a_variant_that_saw_fewer_tokens_is_marked():
+    found = report()
+    for made in found.groups[1].runs.values():
+        made["tokens"] //= 2
+    assert "⚠ other differs in tokens (5e+04 against 1e+05)" in markdown(found)
+
+
 def test_runs_that_shared_a_device_are_not_compared_by_time_or_speed():
     found = report()
     for made in found.results():

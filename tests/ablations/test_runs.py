@@ -13,7 +13,8 @@ import pytest
 from recipes.ablate.__main__ import STOPPED, main
 from recipes.ablate.family import read_family
 from recipes.ablate.runs import Planned, Slot, make_slots, plan
-from recipes.result import SHARING
+from recipes.job import load, to_table
+from recipes.result import SHARING, other_recipe
 from tests.ablations.made import result
 from tests.ranks import ENVIRONMENT, REPOSITORY
 from tests.recipes.runs import TINY
@@ -91,6 +92,17 @@ def test_a_result_file_alone_is_a_finished_run_and_another_recipe_in_its_place_i
     assert run.finished() and main(command(source, out, "--no_figures")) == 0
     assert main([*command(source, out, "--no_figures"), "--training.max_norm", "2"]) == 1
     assert "holds a run of another recipe (training.max_norm)" in capfd.readouterr().out
+
+
+def test_runs_come_seed_by_seed_and_their_flags_make_the_recipes_that_they_are_known_by(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    made = family(tmp_path / "made", "no_mtp")
+    runs, _ = plan(read_family(str(made)), list(FLAGS), seeds=3, ranks=1, folder=tmp_path / "out")
+    assert [(run.seed, run.variant) for run in runs] == [(s, v) for s in range(3) for v in ("primary", "no_mtp")]
+    for run in runs:
+        recipe = to_table(load(list(run.flags), needs_data=False))
+        assert other_recipe(run.recipe, recipe) == []
+        assert recipe["data"]["seed"] == recipe["debug"]["seed"] == run.seed
 
 
 def test_an_array_script_has_a_task_for_every_run(tmp_path, monkeypatch):
