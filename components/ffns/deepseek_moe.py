@@ -10,7 +10,6 @@ count a token that was not trained. The loader makes no padding, so every token 
 """
 
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from components.ffns.swiglu import ROW_MULTIPLE, SwiGLU
 from components.interfaces import Aux, Context
 from components.kernels.grouped_gemm.op import mixture_of_swiglu
+from components.kernels.router_product.op import router_product
 from components.layers.initial import LINEAR_STD, residual_std
 from components.parameters import Logical, Role, RoleName, normal, whole
 from registry import register
@@ -40,25 +40,26 @@ class Router(nn.Module):
         return {"weight": whole("router", "weight", normal(ROUTER_STD))}
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        with _without_tf32():
-            return F.linear(x_ND.to(self.weight.dtype), self.weight)
+        if self.weight.dtype == torch.float32:
+            return router_product(x_ND, self.weight)
+        return F.linear(x_ND.to(self.weight.dtype), self.weight)
+
+
+def choose(score_NE: Tensor, choices: int) -> Tensor:
+    """The experts of the highest scores, highest first and the first of equals, int64 (N, K). One after another: a
+    compiler makes that one pass, where `topk` takes 46 us for 2 of 16 experts and 16,384 tokens on an H200."""
+    number_E = torch.arange(score_NE.shape[-1], device=score_NE.device)
+    chosen = []
+    for _ in range(choices):
+        chosen.append(score_NE.argmax(-1))
+        score_NE = score_NE.masked_fill(chosen[-1][:, None] == number_E, -torch.inf)
+    return torch.stack(chosen, -1)
 
 
 def choice_counts(expert_NK: Tensor, experts: int) -> Tensor:
-    """How often each expert is chosen, int64 (E,)."""
-    chosen = expert_NK.flatten()
-    return chosen.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen))
-
-
-@contextmanager
-def _without_tf32():
-    """fp32 products in full fp32, although a recipe may ask for TF32 elsewhere."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    """How often each expert is chosen, int64 (E,). A sum over comparisons, which adds nothing atomically."""
+    number_E = torch.arange(experts, device=expert_NK.device)
+    return (expert_NK.flatten()[:, None] == number_E).sum(0)
 
 
 class Experts(nn.Module):
@@ -211,7 +212,7 @@ class DeepSeekMoE(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router(x_ND)
         scores_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32)).sigmoid()
-        expert_NK = (scores_NE.detach() + self.bias_E).topk(self.config.top_k, -1).indices
+        expert_NK = choose(scores_NE.detach() + self.bias_E, self.config.top_k)
         counts_E = choice_counts(expert_NK, self.config.experts)
         weight_NK = scores_NE.gather(-1, expert_NK)
         weight_NK = self.config.route_scale * weight_NK / weight_NK.sum(-1, keepdim=True)

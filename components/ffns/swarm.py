@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from components.ffns.deepseek_moe import Experts, ExpertsConfig, Router, choice_counts
+from components.ffns.deepseek_moe import Experts, ExpertsConfig, Router, choice_counts, choose
 from components.interfaces import BALANCE_LOSS, Aux, Context
 from components.layers.initial import residual_std
 from registry import register
@@ -89,7 +89,7 @@ class Swarm(nn.Module):
         logits_NE = self.router(x_ND)
         p_NE = (logits_NE + self.bias_E if c.bias_in == "logits" else logits_NE).softmax(-1)
         ranked_NE = p_NE.detach() + self.bias_E if c.bias_in == "selection" else p_NE.detach()
-        expert_NK = ranked_NE.topk(c.top_k, -1).indices
+        expert_NK = choose(ranked_NE, c.top_k)
         weight_NK = p_NE.gather(-1, expert_NK)
         weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         counts_E = choice_counts(expert_NK, c.experts)

@@ -64,7 +64,8 @@ def _kept_ops() -> set:
     for name in ("_flash_attention", "_efficient_attention", "_cudnn_attention", "_flash_attention_for_cpu"):
         op = getattr(aten, f"_scaled_dot_product{name}", None)
         kept |= {op.default} if op is not None else set()
-    return kept | {torch.ops.hymo.gated_delta_rule.default, torch.ops.hymo.grouped_product.default}
+    ours = torch.ops.hymo
+    return kept | {ours.gated_delta_rule.default, ours.grouped_product.default, ours.router_product.default}
 
 
 def _keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:

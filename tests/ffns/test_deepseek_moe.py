@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import registry
+from components.ffns.deepseek_moe import choice_counts, choose
 from components.kernels.grouped_gemm.op import mixture_of_swiglu
 from components.kernels.grouped_gemm.reference import mixture_of_swiglu_reference
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -63,6 +64,17 @@ def test_the_bias_changes_who_is_chosen_and_not_what_the_chosen_weigh():
         x[0], part.experts.w13_EDF, part.experts.w2_EFD, torch.full((9, 1), 2), torch.ones(9, 1)
     )
     torch.testing.assert_close(y[0], only, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("choices", [1, 2, 5])
+def test_the_highest_scores_are_chosen_highest_first_and_the_first_of_equals(choices):
+    score = torch.randint(-3, 4, (200, 5), generator=torch.Generator().manual_seed(0)).float()
+    ranked = score.argsort(dim=-1, descending=True, stable=True)
+    assert torch.equal(choose(score, choices), ranked[:, :choices])
+
+
+def test_choices_are_counted_for_experts_that_nobody_chose_too():
+    assert choice_counts(torch.tensor([[0, 3], [3, 1]]), 5).tolist() == [1, 1, 0, 2, 0]
 
 
 def test_weights_of_the_chosen_sum_to_the_route_scale():

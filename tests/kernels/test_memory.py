@@ -18,6 +18,7 @@ from components.kernels.gated_delta_rule.launch_wide import WideHeads
 from components.kernels.grouped_gemm import launch as grouped_gemm
 from components.kernels.linear_cross_entropy import launch as linear_cross_entropy
 from components.kernels.newton_schulz import launch as newton_schulz
+from components.kernels.router_product import op as router_product
 from components.kernels.short_conv import launch as short_conv
 from components.kernels.swiglu import op as swiglu
 from tests.kernels import test_gated_delta_rule_triton as gated_delta_rule
@@ -154,6 +155,16 @@ def test_swiglu_keeps_to_its_memory(shape):
     gate_up = torch.randn(shape)
     with watched():
         swiglu.launch_backward(swiglu.launch_forward(gate_up), gate_up)
+
+
+@pytest.mark.parametrize("sizes", [(5, 24, 4), (70, 136, 17), (600, 40, 65)])
+def test_the_routers_product_keeps_to_its_memory(sizes):
+    N, D, E = sizes
+    x, weight, dy = torch.randn(N, D), torch.randn(E, D), torch.randn(N, E)
+    with watched():
+        router_product.launch_product(x, weight)
+        router_product.launch_input_gradient(dy, weight, x.dtype)
+        router_product.launch_weight_gradient(dy, x)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0, 60.0])
