@@ -19,13 +19,13 @@ class SmallHeads:
     chunk: int = 16
     segment: int = 320
     chunks_per_program: int = 4
-    matrix_stages: int = 2
+    matrix_stages: int = 3
     summary_stages: int = 3
     scan_stages: int = 3
     output_stages: int = 3
-    reverse_stages: int = 3
+    reverse_stages: int = 2
     state_stages: int = 3
-    gradient_stages: int = 2
+    gradient_stages: int = 3
     gradient_warps: int = 1
 
     def launch(self, x: Inputs) -> Launch:
