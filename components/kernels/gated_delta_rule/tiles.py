@@ -122,12 +122,11 @@ def gates(
     g, slope, free = _log_decay(a_CH, A_log_H[None, :], dt_bias_H[None, :])
     G = tl.cumsum(tl.where(inside, g * LOG2E, 0.0), 0)
     chunk = (start // C + document).to(tl.int64) * H + h
-    vector = vectors + chunk[None, :] * CHUNK + oc[:, None] * TOKEN
-    stored = (h < H)[None, :]
-    tl.store(vector, G, mask=stored)
-    tl.store(vector + VECTOR, tl.where(inside, tl.sigmoid(b_CH), 0.0), mask=stored)
-    tl.store(vector + 2 * VECTOR, free, mask=stored)
-    tl.store(vector + 3 * VECTOR, slope, mask=stored)
+    beta = tl.where(inside, tl.sigmoid(b_CH), 0.0)
+    four = tl.reshape(tl.join(tl.join(G, free), tl.join(beta, slope)), (C, BH, 4))
+    within = oc[:, None, None] * TOKEN + tl.arange(0, 4)[None, None, :] * VECTOR
+    # One store, so that lanes beside each other write beside each other, whichever stride is 1.
+    tl.store(vectors + chunk[None, :, None] * CHUNK + within, four, mask=(h < H)[None, :, None])
 
 
 @Kernel
