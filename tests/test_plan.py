@@ -209,8 +209,8 @@ def test_larger_chunks_keep_larger_matrices_and_count_the_same_flops():
     config, training = tuned.model.config, tuned.training
     rows, layers = training.local_batch_size, sum(step.block == "gdn" for step in config.steps())
 
-    def kept(chunk: int) -> int:  # T and P in bf16 and six vectors in fp32, of the chunks that a head may need
-        return (rows * training.seq_len // chunk + rows) * (2 * 2 * chunk**2 + 6 * 4 * chunk)
+    def kept(chunk: int) -> int:  # T and P in bf16 and twelve vectors in fp32, of the chunks that a head may need
+        return (rows * training.seq_len // chunk + rows) * (2 * 2 * chunk**2 + 12 * 4 * chunk)
 
     more = layers * config.mixers["gdn"].config.heads * (kept(32) - kept(16))
     assert activations(larger).held - activations(tuned).held == more > 0

@@ -106,6 +106,7 @@ CASES = {
     "ragged tail, several segments": (dict(B=1, T=75, G=1, H=2, K=32, V=16), SMALL),
     "no initial state": (dict(B=1, T=33, G=1, H=1, K=16, V=16, initial=False), SMALL),
     "odd widths": (dict(B=1, T=40, G=1, H=1, K=12, V=20), SMALL),
+    "more heads than a program of the gates takes": (dict(B=1, T=2, G=1, H=17, K=16, V=16), SMALL),
     "chunks of 32": (dict(B=1, T=70, G=1, H=1, K=16, V=16), dataclasses.replace(SMALL, chunk=32)),
     "packed": (dict(B=2, T=34, G=1, H=1, K=16, V=16, starts=[0, 1, 1, 18, 34, 68, 68]), SMALL),
     "packed, several segments": (dict(B=1, T=170, G=1, H=1, K=16, V=16, starts=[0, 40, 165, 165, 170]), SMALL),
@@ -238,7 +239,7 @@ def test_a_document_more_costs_a_chunk_and_no_state():
         starts = [0] + [512] * documents
         return SmallHeads().launch(inputs(1, 512, 1, 1, 16, 16, starts=starts, initial=False)).kept_bytes()
 
-    one_chunk = 2 * 16 * 16 * 4 + 6 * 16 * 4  # T, P and vectors, in float32
+    one_chunk = 2 * 16 * 16 * 4 + 12 * 16 * 4  # T, P, vectors and scales, in float32
     assert kept(1001) - kept(1) == 1000 * one_chunk
 
 

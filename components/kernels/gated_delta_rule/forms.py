@@ -60,7 +60,7 @@ def choose(
 
 def _tuned(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> SmallHeads | WideHeads:
     if max(K, V) <= 32:
-        return SmallHeads() if capability >= HOPPER else SmallHeads(recompute_stages=1, gradient_stages=1)
+        return SmallHeads()
     if dtype == torch.float32:
         return EXACT
     return _wide_on_hopper(K, V) if capability >= HOPPER else _wide_before_hopper(K)

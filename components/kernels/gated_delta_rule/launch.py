@@ -38,6 +38,8 @@ class Launch(ABC):
             "CT": tl.float32 if self.exact else tl.bfloat16,
             "PRECISION": "tf32x3" if self.exact else "tf32",
         }
+        self.gated = {"H": self.H, "BH": 16, "C": C, "L": L, "PACKED": self.packed}  # a program: a chunk, BH heads
+        self.over_gates = self.n_slots * (L // C) * ceil_div(self.H, self.gated["BH"])
         self._known: dict[tuple, Known] = {}
 
     @abstractmethod
@@ -94,16 +96,19 @@ class Launch(ABC):
         )  # fmt: skip
         return x.starts_L1, slots, self.T
 
-    def gates(self, x: Inputs, vectors: Tensor, where: tuple[Tensor, Tensor, int], known: Known) -> None:
-        BH = 16
+    def gates(
+        self, x: Inputs, vectors: Tensor, strides: tuple[int, int, int], where: tuple[Tensor, Tensor, int], known: Known
+    ) -> None:
+        """`strides` of a chunk, a token and a vector."""
         tiles.gates(
-            self.n_slots * (self.L // self.C) * ceil_div(self.H, BH),
-            x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, vectors, *where, x.a_BTH.stride(1), x.b_BTH.stride(1),
-            H=self.H, BH=BH, C=self.C, L=self.L, PACKED=self.packed, num_warps=1, known=known,
+            self.over_gates, x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, vectors, *where,
+            x.a_BTH.stride(1), x.b_BTH.stride(1), **self.gated,
+            CHUNK=strides[0], TOKEN=strides[1], VECTOR=strides[2], num_warps=1, known=known,
         )  # fmt: skip
 
     def reduce_shares(self, shares: Tensor, dA_log: Tensor, ddt_bias: Tensor, known: Known) -> None:
-        tiles.reduce_shares(self.H, shares, dA_log, ddt_bias, self.n_slots, H=self.H, BLOCK=128, known=known)
+        n = len(shares) // (2 * self.H)
+        tiles.reduce_shares(self.H, shares, dA_log, ddt_bias, n, H=self.H, BLOCK=128, known=known)
 
     def sum_groups(self, d_BTHK: Tensor, like_BTGK: Tensor) -> Tensor:
         """The gradient of a query or key, summed over the value heads that read it."""

@@ -19,13 +19,13 @@ class SmallHeads:
     chunk: int = 16
     segment: int = 320
     chunks_per_program: int = 4
-    matrix_stages: int = 2
+    matrix_stages: int = 3
     summary_stages: int = 3
     scan_stages: int = 3
     output_stages: int = 3
-    reverse_stages: int = 3
-    recompute_stages: int = 3
-    gradient_stages: int = 2
+    reverse_stages: int = 2
+    state_stages: int = 3
+    gradient_stages: int = 3
     gradient_warps: int = 1
 
     def launch(self, x: Inputs) -> Launch:
@@ -33,8 +33,8 @@ class SmallHeads:
 
 
 class SmallHeadsLaunch(Launch):
-    """Forward keeps T and P (chunk slots, H, 2, C, C), vectors (chunk slots, H, 6, C), and of every token // L the
-    state that crosses it (H, V, K) and the M of the segment before it (H, K, K)."""
+    """Forward keeps T and P (chunk slots, H, 2, C, C), vectors (chunk slots, H, C, 4), scales (chunk slots, H, 2, C,
+    4), and of every token // L the state that crosses it (H, V, K) and the M of the segment before it (H, K, K)."""
 
     def __init__(self, x: Inputs, config: SmallHeads):
         super().__init__(x, config.chunk, config.segment)
@@ -52,12 +52,15 @@ class SmallHeadsLaunch(Launch):
         }  # fmt: skip
         self.values = {"V": self.V, "BV": self.BV}
         self.over_slots = self.n_slots * self.H
+        self.over_scans = self.documents * self.H * (self.BV // 16)
+        self.n_shares = self.n_slots * (self.L // self.C)
 
     def kept(self) -> Sizes:
         chunks, carried = self.n_chunks * self.H, self.n_carried * self.H
         return [
             (chunks * 2 * self.C * self.C, self.compute_dtype),
-            (chunks * 6 * self.C, torch.float32),
+            (chunks * 4 * self.C, torch.float32),
+            (chunks * 8 * self.C, torch.float32),
             (carried * self.BV * self.BK, torch.float32),
             (carried * self.BK * self.BK, torch.float32),
         ]
@@ -65,27 +68,27 @@ class SmallHeadsLaunch(Launch):
     def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
         config, known = self.config, self.known(return_state)
         buffer = self.new(self.kept_bytes(), dtype=torch.uint8)
-        TP, vectors, states, M = self.kept_in(buffer)
+        TP, vectors, scales, states, M = self.kept_in(buffer)
         o, final = self.new_outputs(x, return_state)
         q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
         has_initial, where = x.initial_state_LHKV is not None, self.where(x, known)
-        self.gates(x, vectors, where, known)
+        self.gates(x, vectors, (4 * self.C, 4, 1), where, known)
         parts = self.L // (self.C * config.chunks_per_program)
         kernels.chunk_matrices(
-            self.over_slots * parts, q, k, TP, vectors, *where, x.scale, q.stride(1), k.stride(1), **self.sizes,
+            self.over_slots * parts, q, k, TP, vectors, scales, *where, x.scale, q.stride(1), k.stride(1), **self.sizes,
             LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
             STAGES=config.matrix_stages, known=known,
         )  # fmt: skip
         kernels.segment_summaries(
-            self.over_slots, k, v, TP, vectors, states, M, *where, k.stride(1), v.stride(1),
+            self.over_slots, k, v, TP, scales, states, M, *where, k.stride(1), v.stride(1),
             **self.sizes, **self.values, STAGES=config.summary_stages, known=known,
         )  # fmt: skip
         kernels.scan_forward(
-            self.documents * self.H, states, M, initial, where[0], self.T,
+            self.over_scans, states, M, initial, where[0], self.T,
             **self.scans, K=self.K, V=self.V, INITIAL=has_initial, known=known,
         )  # fmt: skip
         kernels.outputs(
-            self.over_slots, q, k, v, TP, vectors, states, initial, o, final, *where,
+            self.over_slots, q, k, v, TP, scales, states, initial, o, final, *where,
             q.stride(1), k.stride(1), v.stride(1),
             **self.sizes, **self.values, INITIAL=has_initial, FINAL=return_state, STAGES=config.output_stages,
             known=known,
@@ -94,32 +97,39 @@ class SmallHeadsLaunch(Launch):
 
     def backward(self, x: Inputs, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
         config = self.config
-        TP, vectors, states, M = self.kept_in(buffer)
+        TP, vectors, scales, states, M = self.kept_in(buffer)
         q, k, v, do = x.q_BTGK, x.k_BTGK, x.v_BTHV, do_BTHV.contiguous()
         initial, dfinal = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do)
         known = self.known(do, dfinal_LHKV is None, dfinal)
-        where = self.where(x, known)
-        ends = {"INITIAL": x.initial_state_LHKV is not None, "FINAL": dfinal_LHKV is not None}
+        where, has_initial = self.where(x, known), x.initial_state_LHKV is not None
         chunks = self.n_chunks * self.H
-        R, scratch, q_dot, shares = self.new_pieces([
+        R, SU, dG, beta2_dbeta, shares = self.new_pieces([
             (states.numel(), torch.float32),
             (chunks * self.BV * (self.BK + self.C), self.compute_dtype),
             (chunks * self.C, torch.float32),
-            (2 * self.n_slots * self.H, torch.float32),
+            (chunks * self.C, torch.float32),
+            (2 * self.n_shares * self.H, torch.float32),
         ])  # fmt: skip
+        walk = {**self.sizes, **self.values, "known": known}
         kernels.segment_gradients(
-            self.over_slots, q, k, do, TP, vectors, R, dfinal, *where, q.stride(1), k.stride(1),
-            **self.sizes, **self.values, FINAL=ends["FINAL"], STAGES=config.reverse_stages, known=known,
+            self.over_slots, q, k, do, TP, scales, R, dfinal, *where, q.stride(1), k.stride(1), **walk,
+            FINAL=dfinal_LHKV is not None, STAGES=config.reverse_stages,
         )  # fmt: skip
-        kernels.scan_backward(self.documents * self.H, R, M, where[0], self.T, **self.scans, known=known)
+        kernels.scan_backward(self.over_scans, R, M, where[0], self.T, **self.scans, known=known)
+        kernels.chunk_states(
+            self.over_slots, k, v, TP, scales, states, initial, SU, *where, k.stride(1), v.stride(1), **walk,
+            INITIAL=has_initial, STAGES=config.state_stages,
+        )  # fmt: skip
         dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients(x)
-        dinitial = None if x.initial_state_LHKV is None else torch.empty_like(initial)
+        dinitial = torch.empty_like(initial) if has_initial else None
         kernels.gradients(
-            self.over_slots, q, k, v, do, do, TP, TP, vectors, states, initial, R, dfinal, scratch, q_dot,
-            dq, dk, dv, da, db, shares, given(dinitial, do), *where, x.scale,
-            q.stride(1), k.stride(1), v.stride(1), self.n_slots,
-            **(self.sizes | {"num_warps": config.gradient_warps}), **self.values, **ends,
-            STAGES=config.recompute_stages, BACK_STAGES=config.gradient_stages, known=known,
+            self.over_slots, q, k, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta, given(dinitial, do),
+            *where, x.scale, q.stride(1), k.stride(1), **(walk | {"num_warps": config.gradient_warps}),
+            INITIAL=has_initial, FINAL=dfinal_LHKV is not None, STAGES=config.gradient_stages,
+        )  # fmt: skip
+        kernels.gate_gradients(
+            self.over_gates, dG, beta2_dbeta, vectors, da, db, shares, *where, self.n_shares, **self.gated,
+            CT=self.numbers["CT"], num_warps=1, known=known,
         )  # fmt: skip
         self.reduce_shares(shares, dA_log, ddt_bias, known)
         return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial

@@ -68,7 +68,7 @@ class WideHeadsLaunch(Launch):
         o, final = self.new_outputs(x, return_state)
         q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
         where = self.where(x, known)
-        self.gates(x, vectors, where, known)
+        self.gates(x, vectors, (6 * self.C, 1, self.C), where, known)
         kernels.chunk_maps(
             self.over_chunks, q, k, TP, vectors, M, keys, queries, values, *where, x.scale,
             q.stride(1), k.stride(1), **self.sizes, **self.heads, LEVELS=self.C.bit_length() - 1, IT=self.inverse_dtype,

@@ -9,11 +9,20 @@ segment; heads run fastest over the grid, so neighbours share memory lines. Forw
     scan_forward       every sequence: the state before each segment
     outputs            every segment, from the state before it
 
-and backward the same way round: `segment_gradients` (what a segment adds to the gradient of the state before it),
-`scan_backward`, `gradients`, `reduce_shares`. States are held V by K here (S is a state transposed), so that a state is
-the left operand of every product with it and never leaves the registers for one.
+and backward the same way round:
 
-Shapes: H value heads, K, V widths (BK, BV padded to powers of two), C chunk, L segment. Slots as in tiles.py.
+    segment_gradients  every segment: what it adds to the gradient of the state before it
+    scan_backward      every sequence: the gradient of the state before each segment
+    chunk_states       every segment: the state before each chunk, and U
+    gradients          every segment, back from the gradient of the state after it: dq, dk, dv, dG and dbeta
+    gate_gradients     every chunk: da, db and shares of dA_log and ddt_bias, which `reduce_shares` sums
+
+States are held V by K here (S is a state transposed), so that a state is the left operand of most products with it and
+leaves the registers for none of those.
+
+Shapes: H value heads, K, V widths (BK, BV padded to powers of two), C chunk, L segment. Slots as in tiles.py. Names of
+a chunk's scalings: `before` turns a key into the one that asks the state before the chunk, `query` a query likewise,
+`after` a key into the one that is kept until the chunk's end; gamma is the whole chunk's decay.
 """
 
 import triton
@@ -21,8 +30,6 @@ import triton.language as tl
 
 from components.kernels.gated_delta_rule.tiles import (
     EPS,
-    chunk_gates,
-    chunk_vectors,
     document_bounds,
     dot,
     load_state,
@@ -31,6 +38,70 @@ from components.kernels.gated_delta_rule.tiles import (
     tile,
 )
 from components.kernels.launcher import Kernel
+
+
+@triton.jit
+def _store_four(base, a, b, c, d, oc):
+    """Four vectors of the same tokens side by side (C by 4), so that one load fetches all."""
+    four = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4))
+    tl.store(base + oc[:, None] * 4 + tl.arange(0, 4)[None, :], four)
+
+
+@triton.jit
+def _load_four(base, oc):
+    """The vectors that `_store_four` stored."""
+    four = tl.load(base + oc[:, None] * 4 + tl.arange(0, 4)[None, :])
+    even, odd = tl.split(tl.reshape(four, (oc.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _load_scalings(scales, chunk, oc, C: tl.constexpr):
+    """before, query and after."""
+    before, query, after, _gamma = _load_four(scales + chunk * (8 * C), oc)
+    return before, query, after
+
+
+@triton.jit
+def _load_norms(scales, chunk, oc, C: tl.constexpr):
+    """G, 1/|k| and scale/|q|."""
+    G, rk, rq, _ = _load_four(scales + chunk * (8 * C) + 4 * C, oc)
+    return G, rk, rq
+
+
+@triton.jit
+def _load_gamma(scales, chunk, C: tl.constexpr, mask):
+    """A walk loads it one step ahead, as a single number would not be prefetched."""
+    return tl.load(scales + chunk * (8 * C) + 3, mask=mask, other=0.0)
+
+
+@triton.jit
+def _last_first():
+    """The program's number, counted from the end: what the kernel before wrote last may still lie in the cache."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
+def _transposed(x):
+    """x transposed, so written that Triton does not see it as such: as a right operand, a product's transpose lies in
+    the right lanes already, but Triton would move one that it knows through shared memory."""
+    R: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, (R, 2, N // 2)), (1, 2, 0)), (N, R))
+
+
+@triton.jit
+def _through_shared(x):
+    """x itself, so written that as a right operand a product goes through shared memory: fewer instructions than
+    shuffles and permutations."""
+    return tl.trans(_transposed(x))
+
+
+@triton.jit
+def _diagonal(x, row, column):
+    return tl.sum(tl.where(row == column, x, 0.0), 1)
 
 
 @triton.jit
@@ -48,23 +119,23 @@ def _invert(minus_At, minus_A, row, column, LEVELS: tl.constexpr, IT: tl.constex
         w = 2 << level
         joins = (row // w == column // w) & (row // (w // 2) != column // (w // 2))
         Xi, Yi = X.to(IT), Y.to(IT)
-        XA = tl.dot(Xi, tl.trans(tl.where(joins, minus_A, 0.0).to(IT)), input_precision=PRECISION)
-        YA = tl.dot(Yi, tl.trans(tl.where(joins, minus_At, 0.0).to(IT)), input_precision=PRECISION)
-        X = tl.dot(XA.to(IT), tl.trans(Yi), X, input_precision=PRECISION)
-        Y = tl.dot(YA.to(IT), tl.trans(Xi), Y, input_precision=PRECISION)
+        XA = tl.dot(Xi, _transposed(tl.where(joins, minus_A, 0.0).to(IT)), input_precision=PRECISION)
+        YA = tl.dot(Yi, _transposed(tl.where(joins, minus_At, 0.0).to(IT)), input_precision=PRECISION)
+        X = tl.dot(XA.to(IT), _transposed(Yi), X, input_precision=PRECISION)
+        Y = tl.dot(YA.to(IT), _transposed(Xi), Y, input_precision=PRECISION)
     return X
 
 
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def chunk_matrices(
-    q, k, TP, vectors, cu, slots, T, scale, q_stride, k_stride,
+    q, k, TP, vectors, scales, cu, slots, T, scale, q_stride, k_stride,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     L: tl.constexpr, PER: tl.constexpr, PACKED: tl.constexpr, CT: tl.constexpr, IT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """For PER chunks: T[j, i] = T_ij beta_j and after it P[j, i] = P_ij with the norms and the scale inside, and the
-    vectors 1/|k| and scale/|q|."""
+    scalings and norms of every token."""
     pid = tl.program_id(0)
     h = pid % H
     part = (pid // H) % (L // (C * PER))
@@ -78,18 +149,19 @@ def chunk_matrices(
     row, column = oc[:, None], oc[None, :]
     for t in tl.range(start, stop, C, num_stages=STAGES):
         chunk = (t // C + document).to(tl.int64) * H + h
-        vector = vectors + chunk * (6 * C) + oc
         inside = (t + oc < stop)[:, None] & (ok < K)[None, :]
         k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=inside, other=0.0)
         q_CK = tl.load(tile(q, t - start, q_stride, oc, ok), mask=inside, other=0.0)
-        G, beta = tl.load(vector), tl.load(vector + C)
-        kf, qf = k_CK.to(tl.float32), q_CK.to(tl.float32)
-        rk = tl.rsqrt(tl.sum(kf * kf, 1) + EPS)
-        rq = tl.rsqrt(tl.sum(qf * qf, 1) + EPS) * scale
-        tl.store(vector + 2 * C, rk)
-        tl.store(vector + 3 * C, rq)
+        G, beta, _g, _slope = _load_four(vectors + chunk * (4 * C), oc)
+        last = tl.load(vectors + chunk * (4 * C) + 4 * (C - 1))
+        KK, QQ = dot(k_CK, tl.trans(k_CK), CT, PRECISION), dot(q_CK, tl.trans(q_CK), CT, PRECISION)
+        rk = tl.rsqrt(_diagonal(KK, row, column) + EPS)
+        rq = tl.rsqrt(_diagonal(QQ, row, column) + EPS) * scale
+        E, d = tl.exp2(G), tl.exp2(last - G)
+        _store_four(scales + chunk * (8 * C), E * rk, E * rq, d * rk, E * d, oc)
+        _store_four(scales + chunk * (8 * C) + 4 * C, G, rk, rq, G, oc)
         D = tl.exp2(-tl.abs(G[None, :] - G[:, None])) * rk[:, None]
-        KK = dot(k_CK, tl.trans(k_CK), CT, PRECISION) * D * -rk[None, :]
+        KK = KK * D * -rk[None, :]
         minus_At = tl.where(row < column, KK * beta[None, :], 0.0)
         minus_A = tl.where(row > column, KK * beta[:, None], 0.0)
         X = _invert(minus_At, minus_A, row, column, LEVELS, IT, PRECISION)
@@ -102,14 +174,14 @@ def chunk_matrices(
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def segment_summaries(
-    k, v, TP, vectors, N, M, cu, slots, T, k_stride, v_stride,
+    k, v, TP, scales, N, M, cu, slots, T, k_stride, v_stride,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, CT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """N (V by K) and M (K by K) of every segment that another follows: the recurrence from zero, and with no values
     from the identity."""
-    pid = tl.program_id(0)
+    pid = _last_first()
     h, slot = pid % H, pid // H
     start, stop, document, _, end = segment_bounds(slot, cu, slots, T, L, PACKED)
     if stop >= end:  # nothing comes after the last segment of a document
@@ -117,6 +189,7 @@ def segment_summaries(
     k += start.to(tl.int64) * k_stride + h // GROUP * K
     v += start.to(tl.int64) * v_stride + h * V
     oc, ok, ov = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    gamma = _load_gamma(scales, (start // C + document).to(tl.int64) * H + h, C, True)
     N_VK = tl.zeros((BV, BK), tl.float32)
     M_KK = tl.where(ok[:, None] == ok[None, :], 1.0, 0.0)
     for t in tl.range(start, stop, C, num_stages=STAGES):
@@ -124,14 +197,16 @@ def segment_summaries(
         k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=(ok < K)[None, :], other=0.0)
         v_CV = tl.load(tile(v, t - start, v_stride, oc, ov), mask=(ov < V)[None, :], other=0.0)
         T_CC = tl.load(TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :])
-        G, last, rk, _rq = chunk_vectors(vectors, chunk, oc, C)
-        before, after, gamma = (tl.exp2(G) * rk)[None, :], (tl.exp2(last - G) * rk)[None, :], tl.exp2(last)
+        before, _query, after = _load_scalings(scales, chunk, oc, C)
+        Ta = T_CC.to(tl.float32) * after[None, :]
+        TM, Ta = (Ta * -before[:, None]).to(CT), Ta.to(CT)
+        next_gamma = _load_gamma(scales, chunk + H, C, t + C < stop)
         kt = tl.trans(k_CK)
-        X = tl.trans(v_CV).to(tl.float32) - before * dot(N_VK, kt, CT, PRECISION)
-        U = dot(X, T_CC, CT, PRECISION) * after
+        U = dot(tl.trans(v_CV), Ta, CT, PRECISION) + dot(dot(N_VK, kt, CT, PRECISION), TM, CT, PRECISION)
         N_VK = gamma * N_VK + dot(U, k_CK, CT, PRECISION)
-        U = dot(-before * dot(M_KK, kt, CT, PRECISION), T_CC, CT, PRECISION) * after
+        U = dot(dot(M_KK, kt, CT, PRECISION), TM, CT, PRECISION)
         M_KK = gamma * M_KK + dot(U, k_CK, CT, PRECISION)
+        gamma = next_gamma
     where = (start // L * H + h).to(tl.int64)
     tl.store(N + where * BV * BK + ov[:, None] * BK + ok[None, :], N_VK)
     tl.store(M + where * BK * BK + ok[:, None] * BK + ok[None, :], M_KK)
@@ -144,10 +219,11 @@ def scan_forward(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Turns N of each segment, in `states`, into the state after it. One program a document and head."""
-    document, h = tl.program_id(0) // H, tl.program_id(0) % H
+    """Turns N of each segment, in `states`, into the state after it. One program a document, head and 16 values."""
+    pid = tl.program_id(0) // (BV // 16)
+    document, h = pid // H, pid % H
     begin, end, _ = document_bounds(document, cu, T, L, PACKED)
-    ok, ov = tl.arange(0, BK), tl.arange(0, BV)
+    ok, ov = tl.arange(0, BK), tl.program_id(0) % (BV // 16) * 16 + tl.arange(0, 16)
     tile_VK, tile_KK = ov[:, None] * BK + ok[None, :], ok[:, None] * BK + ok[None, :]
     S = load_state(initial, document * H + h, ov, ok, K, V, INITIAL)
     for i in tl.range(0, tl.cdiv(end - begin, L) - 1, num_stages=STAGES):
@@ -192,7 +268,7 @@ def _state_before(
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def outputs(
-    q, k, v, TP, vectors, states, initial, o, final, cu, slots, T, q_stride, k_stride, v_stride,
+    q, k, v, TP, scales, states, initial, o, final, cu, slots, T, q_stride, k_stride, v_stride,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
     CT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -210,17 +286,19 @@ def outputs(
     o += first * H * V + h * V
     oc, ok, ov = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     S = _state_before(start, begin, states, initial, document, h, ov, ok, H, K, V, L, INITIAL)
+    gamma = _load_gamma(scales, (start // C + document).to(tl.int64) * H + h, C, start < stop)
     for t in tl.range(start, stop, C, num_stages=STAGES):
         chunk = (t // C + document).to(tl.int64) * H + h
         here = (t + oc < stop)[:, None]
         q_CK, k_CK, T_CC, P_CC = _load_chunk(q, k, TP, chunk, t - start, q_stride, k_stride, here, oc, ok, K, C)
         v_CV = tl.load(tile(v, t - start, v_stride, oc, ov), mask=here & (ov < V)[None, :], other=0.0)
-        G, last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
-        E = tl.exp2(G)
-        X = tl.trans(v_CV).to(tl.float32) - (E * rk)[None, :] * dot(S, tl.trans(k_CK), CT, PRECISION)
-        U = dot(X, T_CC, CT, PRECISION)
-        o_VC = (E * rq)[None, :] * dot(S, tl.trans(q_CK), CT, PRECISION) + dot(U, P_CC, CT, PRECISION)
-        S = tl.exp2(last) * S + dot(U * (tl.exp2(last - G) * rk)[None, :], k_CK, CT, PRECISION)
+        before, query, after = _load_scalings(scales, chunk, oc, C)
+        next_gamma = _load_gamma(scales, chunk + H, C, t + C < stop)
+        TM = T_CC.to(tl.float32) * -before[:, None]
+        U = dot(tl.trans(v_CV), T_CC, CT, PRECISION) + dot(dot(S, tl.trans(k_CK), CT, PRECISION), TM, CT, PRECISION)
+        o_VC = query[None, :] * dot(S, tl.trans(q_CK), CT, PRECISION) + dot(U, P_CC, CT, PRECISION)
+        S = gamma * S + dot(U * after[None, :], k_CK, CT, PRECISION)
+        gamma = next_gamma
         o_CV = tl.trans(o_VC.to(o.dtype.element_ty))
         tl.store(tile(o, t - start, H * V, oc, ov), o_CV, mask=here & (ov < V)[None, :])
     if FINAL and stop == end:
@@ -228,29 +306,17 @@ def outputs(
         tl.store(state_pointers(final, document * H + h, ov, ok, K, V), S, mask=inside)
 
 
-@triton.jit
-def _through_chunk(
-    dS, do_CV, q_CK, k_CK, T_CC, P_CC, before, query, after, gamma,
-    CT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dX (V by C), and the gradient of the state before the chunk from that of the state after it."""
-    dU = dot(tl.trans(do_CV), tl.trans(P_CC), CT, PRECISION) + after * dot(dS, tl.trans(k_CK), CT, PRECISION)
-    dX = dot(dU, tl.trans(T_CC), CT, PRECISION)
-    dS = gamma * dS + dot(tl.trans(do_CV).to(tl.float32) * query, q_CK, CT, PRECISION)
-    return dX, dS + dot(dX * -before, k_CK, CT, PRECISION)
-
-
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def segment_gradients(
-    q, k, do, TP, vectors, R, dfinal, cu, slots, T, q_stride, k_stride,
+    q, k, do, TP, scales, R, dfinal, cu, slots, T, q_stride, k_stride,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """R of every segment: the gradient of the state before it when that of the state after it is zero (or, for the
     last segment of a document, `dfinal`)."""
-    pid = tl.program_id(0)
+    pid = _last_first()
     h, slot = pid % H, pid // H
     start, stop, document, begin, end = segment_bounds(slot, cu, slots, T, L, PACKED)
     if (start == begin) | (start >= stop):  # nothing comes before the first segment
@@ -265,17 +331,21 @@ def segment_gradients(
     else:
         dS = tl.zeros((BV, BK), tl.float32)
     n = tl.cdiv(stop - start, C)
+    gamma = _load_gamma(scales, ((start + (n - 1) * C) // C + document).to(tl.int64) * H + h, C, True)
     for i in tl.range(0, n, num_stages=STAGES):
         t = start + (n - 1 - i) * C
         chunk = (t // C + document).to(tl.int64) * H + h
         here = (t + oc < stop)[:, None]
         q_CK, k_CK, T_CC, P_CC = _load_chunk(q, k, TP, chunk, t - start, q_stride, k_stride, here, oc, ok, K, C)
         do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here & (ov < V)[None, :], other=0.0)
-        G, last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
-        E = tl.exp2(G)
-        before, query, after = (E * rk)[None, :], (E * rq)[None, :], (tl.exp2(last - G) * rk)[None, :]
-        gamma = tl.exp2(last)
-        _dX, dS = _through_chunk(dS, do_CV, q_CK, k_CK, T_CC, P_CC, before, query, after, gamma, CT, PRECISION)
+        before, query, after = _load_scalings(scales, chunk, oc, C)
+        before, query, after = before[None, :], query[None, :], after[None, :]
+        next_gamma = _load_gamma(scales, chunk - H, C, i + 1 < n)
+        dU = dot(tl.trans(do_CV), tl.trans(P_CC), CT, PRECISION) + after * dot(dS, tl.trans(k_CK), CT, PRECISION)
+        dX = dot(dU, tl.trans(T_CC), CT, PRECISION)
+        dS = gamma * dS + dot(tl.trans(do_CV).to(tl.float32) * query, q_CK, CT, PRECISION)
+        dS += dot(dX * -before, k_CK, CT, PRECISION)
+        gamma = next_gamma
     tl.store(_carried(R, start, h, ov, ok, H, L), dS)
 
 
@@ -293,12 +363,13 @@ def scan_backward(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Turns R of each segment into the gradient of the state before it. One program a document and head. R of the last
-    segment is that already, as nothing comes after it."""
-    document, h = tl.program_id(0) // H, tl.program_id(0) % H
+    """Turns R of each segment into the gradient of the state before it. One program a document, head and 16 values. R
+    of the last segment is that already, as nothing comes after it."""
+    pid = tl.program_id(0) // (BV // 16)
+    document, h = pid // H, pid % H
     begin, end, _ = document_bounds(document, cu, T, L, PACKED)
     n = tl.cdiv(end - begin, L)
-    ok, ov = tl.arange(0, BK), tl.arange(0, BV)
+    ok, ov = tl.arange(0, BK), tl.program_id(0) % (BV // 16) * 16 + tl.arange(0, 16)
     tile_VK, tile_KK = ov[:, None] * BK + ok[None, :], ok[None, :] * BK + ok[:, None]
     where = ((begin // L + n - 2) * H + h).to(tl.int64)
     dS = tl.load(R + where * BV * BK + tile_VK, mask=n > 2, other=0.0)
@@ -310,151 +381,194 @@ def scan_backward(
         tl.store(R + where * BV * BK + tile_VK, dS)
 
 
+@Kernel
+@triton.jit(do_not_specialize=["T"])
+def chunk_states(
+    k, v, TP, scales, states, initial, SU, cu, slots, T, k_stride, v_stride,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, CT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of every chunk the state before it (V by K) and, after that, U (C by V)."""
+    pid = tl.program_id(0)
+    h, slot = pid % H, pid // H
+    start, stop, document, begin, _ = segment_bounds(slot, cu, slots, T, L, PACKED)
+    if start >= stop:
+        return
+    k += start.to(tl.int64) * k_stride + h // GROUP * K
+    v += start.to(tl.int64) * v_stride + h * V
+    oc, ok, ov = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    S = _state_before(start, begin, states, initial, document, h, ov, ok, H, K, V, L, INITIAL)
+    gamma = _load_gamma(scales, (start // C + document).to(tl.int64) * H + h, C, True)
+    eye = tl.where(oc[:, None] == oc[None, :], 1.0, 0.0).to(CT)
+    for t in tl.range(start, stop, C, num_stages=STAGES):
+        chunk = (t // C + document).to(tl.int64) * H + h
+        here = (t + oc < stop)[:, None]
+        k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=here & (ok < K)[None, :], other=0.0)
+        v_CV = tl.load(tile(v, t - start, v_stride, oc, ov), mask=here & (ov < V)[None, :], other=0.0)
+        T_CC = tl.load(TP + chunk * (2 * C * C) + oc[:, None] * C + oc[None, :])
+        before, _query, after = _load_scalings(scales, chunk, oc, C)
+        next_gamma = _load_gamma(scales, chunk + H, C, t + C < stop)
+        place, Sc = SU + chunk * (BV * (BK + C)), S.to(CT)
+        tl.store(place + ov[:, None] * BK + ok[None, :], Sc)
+        TM = T_CC.to(tl.float32) * -before[:, None]
+        U = dot(tl.trans(v_CV), T_CC, CT, PRECISION) + dot(dot(Sc, tl.trans(k_CK), CT, PRECISION), TM, CT, PRECISION)
+        U_CV = dot(eye, tl.trans(U.to(CT)), CT, PRECISION).to(CT)  # in the lanes that store whole rows
+        tl.store(place + BV * BK + oc[:, None] * BV + ov[None, :], U_CV)
+        S = gamma * S + dot(U * after[None, :], k_CK, CT, PRECISION)
+        gamma = next_gamma
+
+
+@triton.jit
+def _inner_products(x, y, CT: tl.constexpr, PRECISION: tl.constexpr):
+    """A matrix (16 by 16) whose trace is the sum over all elements of x o y: tensor cores multiply faster."""
+    BV: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    x = tl.reshape(tl.permute(tl.reshape(x, (BV // 16, 16, BK)), (1, 0, 2)), (16, BV // 16 * BK))
+    y = tl.reshape(tl.permute(tl.reshape(y, (BV // 16, 16, BK)), (1, 0, 2)), (16, BV // 16 * BK))
+    return dot(x, _transposed(y.to(CT)), CT, PRECISION)
+
+
 @triton.jit
 def _query_gradients(
-    S, q_CK, k_CK, v_CV, do_CV, T_CC, P_CC, T_again_CC, G, last, rk, rq, row, column, scale,
+    do_CV, before_do_CV, S_VK, U_VC, q_CK, k_CK, D, rq, per_scale2, eye, row, column,
     CT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk on the way forward, from the state before it: dq (C by K), q . dq, X (V by C), and the state after it."""
-    E, Sc = tl.exp2(G), S.to(CT)
-    X = (tl.trans(v_CV).to(tl.float32) - (E * rk)[None, :] * dot(Sc, tl.trans(k_CK), CT, PRECISION)).to(CT)
-    after = (tl.exp2(last - G) * rk)[None, :]
-    S = tl.exp2(last) * S + dot(dot(X, T_CC, CT, PRECISION) * after, k_CK, CT, PRECISION)
-    U = dot(tl.trans(T_again_CC), tl.trans(X), CT, PRECISION).to(CT)
-    Z = dot(do_CV, tl.trans(U), CT, PRECISION)
-    D = tl.exp2(tl.where(row >= column, G[:, None] - G[None, :], -float("inf")))
-    qf = q_CK.to(tl.float32)
-    dq = dot(do_CV, Sc, CT, PRECISION) * E[:, None]
-    q_dq = tl.sum(qf * dq, 1) * rq + tl.sum(Z * tl.trans(P_CC).to(tl.float32), 1)
-    dq += dot(Z * D * rk[None, :], k_CK, CT, PRECISION)
-    return dq * rq[:, None] - qf * (q_dq * rq * rq / (scale * scale))[:, None], q_dq, X, S
+    """dq (C by K), q . dq, and Z = dPD with the norms inside, its rows those of queries. A product with the identity
+    brings q into the lanes of a product."""
+    dq = dot(before_do_CV, S_VK, CT, PRECISION)
+    Z = dot(do_CV, U_VC, CT, PRECISION) * (D * rq[:, None])
+    Z = tl.where(row >= column, Z, 0.0).to(CT)
+    dq += dot(Z, k_CK, CT, PRECISION)
+    qf = dot(eye, q_CK, CT, PRECISION)
+    q_dq = tl.sum(qf * dq, 1)
+    return dq - qf * (q_dq * rq * rq * per_scale2)[:, None], q_dq, Z
 
 
 @triton.jit
 def _key_gradients(
-    S_VK, dX_CV, X_CV, U, U_dS, q_CK, k_CK, do_CV, P_CC, G, last, rk, rq, row, column,
+    dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_CK, k_CK, D, rk, after, eye, row, column,
     CT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk, from the state before it, dX, X, U and U dS': dk (C by K), beta dbeta, what dG takes beside q . dq,
-    and what all of the chunk's dg take."""
-    E, d = tl.exp2(G), tl.exp2(last - G)
-    Y, Yt = dot(dX_CV, tl.trans(U), CT, PRECISION), dot(U, tl.trans(dX_CV), CT, PRECISION)
-    D = tl.exp2(-tl.abs(G[:, None] - G[None, :]))
-    Y = tl.where(row > column, Y, tl.where(row < column, Yt, 0.0)) * (D * -rk[None, :])
-    dA_A = Y * (dot(k_CK, tl.trans(k_CK), CT, PRECISION) * rk[:, None])
-    below, whole = tl.sum(tl.where(row > column, dA_A, 0.0), 1), tl.sum(dA_A, 1)
-    beta_dbeta = below + tl.sum(dX_CV.to(tl.float32) * X_CV.to(tl.float32), 1)
-    kf = k_CK.to(tl.float32)
-    dk = dot(dX_CV, S_VK, CT, PRECISION) * -E[:, None]
-    k_dk, u = tl.sum(kf * dk, 1) * rk, tl.sum(kf * U_dS, 1) * (d * rk)
-    Zt = dot(U, tl.trans(do_CV), CT, PRECISION)
-    P_sum = tl.sum(Zt * P_CC.to(tl.float32), 1)
-    dk += U_dS * d[:, None] + dot(Y, k_CK, CT, PRECISION)
-    dk += dot(tl.where(row <= column, Zt * (D * rq[None, :]), 0.0), q_CK, CT, PRECISION)
-    dk = dk * rk[:, None] - kf * ((k_dk + u + P_sum + whole) * rk * rk)[:, None]
-    return dk, beta_dbeta, 2 * below - whole - P_sum + k_dk - u, tl.sum(u, 0)
+    """dk (C by K), what dG takes of it, and beta^2 dbeta = U . dX."""
+    dk = dot(before_dX_CV, S_VK, CT, PRECISION)
+    Y = dot(dX_CV, U_VC, CT, PRECISION)
+    U_dX = _diagonal(Y, row, column)
+    Y = tl.where(row > column, Y * (D * -rk[:, None]), 0.0).to(CT)
+    dk += dot(Y, k_CK, CT, PRECISION)
+    kf = dot(eye, k_CK, CT, PRECISION)
+    asking = tl.sum(kf * dk, 1)  # k . dk of the key that asks what is there; the rest is of the key that is kept
+    dk += after[:, None] * dot(U_CV, _through_shared(dSc), CT, PRECISION)
+    dk += dot(tl.trans(Y), k_CK, CT, PRECISION)
+    dk += dot(tl.trans(Z), q_CK, CT, PRECISION)
+    k_dk = tl.sum(kf * dk, 1)
+    return dk - kf * (k_dk * rk * rk)[:, None], 2 * asking - k_dk, U_dX
 
 
 @Kernel
-@triton.jit(do_not_specialize=["T", "n_slots"])
+@triton.jit(do_not_specialize=["T"])
 def gradients(
-    q, k, v, do, do_again, TP, TP_again, vectors, states, initial, R, dfinal, scratch, q_dot, dq, dk, dv, da, db,
-    shares, dinitial, cu, slots, T, scale, q_stride, k_stride, v_stride, n_slots,
+    q, k, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta, dinitial, cu, slots, T, scale, q_stride, k_stride,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    CT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BACK_STAGES: tl.constexpr,
+    CT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every gradient of one segment: forward over its chunks for dq, leaving each chunk's state, X and the products
-    q . dq in scratch that stays in the cache, then back for all others.
+    """dq, dk, dv of one segment, and of every token dG (the last of a chunk with what all take) and beta^2 dbeta.
 
-    dq and dk are per value head (summed over groups outside); shares holds each segment's share of dA_log and ddt_bias.
-    """
-    pid = tl.program_id(0)
+    dq and dk are per value head (summed over groups outside). The order of products is one that fits the registers."""
+    pid = _last_first()
     h, slot = pid % H, pid // H
     start, stop, document, begin, end = segment_bounds(slot, cu, slots, T, L, PACKED)
-    oc, ok, ov = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
-    row, column = oc[:, None], oc[None, :]
-    tile_VK, tile_VC, tile_CC = ov[:, None] * BK + ok[None, :], ov[:, None] * C + column, row * C + column
-    inside_K, inside_V = (ok < K)[None, :], (ov < V)[None, :]
-    segment = (slot * H + h).to(tl.int64)
     if start >= stop and start != begin:
-        tl.store(shares + segment, 0.0)
-        tl.store(shares + n_slots * H + segment, 0.0)
         return
+    oc, ok, ov, o16 = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, 16)
+    row, column = oc[:, None], oc[None, :]
+    inside_K, inside_V = (ok < K)[None, :], (ov < V)[None, :]
     first = start.to(tl.int64)
     q += first * q_stride + h // GROUP * K
     k += first * k_stride + h // GROUP * K
-    v += first * v_stride + h * V
     do += first * H * V + h * V
-    do_again += first * H * V + h * V
     dq += first * H * K + h * K
     dk += first * H * K + h * K
     dv += first * H * V + h * V
-    da += first * H + h
-    db += first * H + h
-
-    S = _state_before(start, begin, states, initial, document, h, ov, ok, H, K, V, L, INITIAL)
-    for t in tl.range(start, stop, C, num_stages=STAGES):
-        chunk = (t // C + document).to(tl.int64) * H + h
-        here = (t + oc < stop)[:, None]
-        q_CK, k_CK, T_CC, P_CC = _load_chunk(q, k, TP, chunk, t - start, q_stride, k_stride, here, oc, ok, K, C)
-        v_CV = tl.load(tile(v, t - start, v_stride, oc, ov), mask=here & inside_V, other=0.0)
-        do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here & inside_V, other=0.0)
-        T_again_CC = tl.load(TP_again + chunk * (2 * C * C) + tile_CC)
-        G, last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
-        tl.store(scratch + chunk * (BV * (BK + C)) + tile_VK, S.to(CT))
-        dq_CK, q_dq, X, S = _query_gradients(
-            S, q_CK, k_CK, v_CV, do_CV, T_CC, P_CC, T_again_CC, G, last, rk, rq, row, column, scale, CT, PRECISION
-        )
-        tl.store(scratch + chunk * (BV * (BK + C)) + BV * BK + tile_VC, X)
-        tl.store(tile(dq, t - start, H * K, oc, ok), dq_CK.to(dq.dtype.element_ty), mask=here & inside_K)
-        tl.store(q_dot + chunk * C + oc, q_dq)
-    tl.debug_barrier()  # other lanes read the scratch back
-
-    dA_log_C, ddt_bias_C = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     if stop == end:
         dS = load_state(dfinal, document * H + h, ov, ok, K, V, FINAL)
     else:
         dS = tl.load(_carried(R, start + L, h, ov, ok, H, L))
+    eye, per_scale2 = tl.where(row == column, 1.0, 0.0).to(CT), 1.0 / (scale * scale)
     n = tl.cdiv(stop - start, C)
-    for i in tl.range(0, n, num_stages=BACK_STAGES):
+    gamma = _load_gamma(scales, ((start + (n - 1) * C) // C + document).to(tl.int64) * H + h, C, n > 0)
+    for i in tl.range(0, n, num_stages=STAGES):
         t = start + (n - 1 - i) * C
         chunk = (t // C + document).to(tl.int64) * H + h
-        here = t + oc < stop
-        q_CK, k_CK, T_CC, P_CC = _load_chunk(
-            q, k, TP, chunk, t - start, q_stride, k_stride, here[:, None], oc, ok, K, C
+        here = (t + oc < stop)[:, None]
+        next_gamma = _load_gamma(scales, chunk - H, C, i + 1 < n)
+        dSc = dS.to(CT)
+        do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here & inside_V, other=0.0)
+        S_VK = tl.load(SU + chunk * (BV * (BK + C)) + ov[:, None] * BK + ok[None, :])
+        before, query, after = _load_scalings(scales, chunk, oc, C)
+        before_do_CV = (dot(eye, do_CV, CT, PRECISION) * query[:, None]).to(CT)
+        G, rk, rq = _load_norms(scales, chunk, oc, C)
+        D = tl.exp2(G[:, None] - G[None, :]) * rk[None, :]  # above the diagonal perhaps infinite, and never used
+        U_CV = tl.load(SU + chunk * (BV * (BK + C)) + BV * BK + oc[:, None] * BV + ov[None, :])
+        U_VC = tl.trans(U_CV)
+        k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=here & inside_K, other=0.0)
+        q_CK = tl.load(tile(q, t - start, q_stride, oc, ok), mask=here & inside_K, other=0.0)
+        dq_CK, q_dq, Z = _query_gradients(
+            do_CV, before_do_CV, S_VK, U_VC, q_CK, k_CK, D, rq, per_scale2, eye, row, column, CT, PRECISION
         )
-        do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here[:, None] & inside_V, other=0.0)
-        do_again_CV = tl.load(tile(do_again, t - start, H * V, oc, ov), mask=here[:, None] & inside_V, other=0.0)
-        T_again_CC = tl.load(TP_again + chunk * (2 * C * C) + tile_CC)
-        S_VK = tl.load(scratch + chunk * (BV * (BK + C)) + tile_VK)
-        X_CV = tl.trans(tl.load(scratch + chunk * (BV * (BK + C)) + BV * BK + tile_VC))
-        q_dq = tl.load(q_dot + chunk * C + oc)
-        G, last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
-        g, g_slope, beta = chunk_gates(vectors, chunk, oc, C)
-        E, d, gamma = tl.exp2(G), tl.exp2(last - G), tl.exp2(last)
+        tl.store(tile(dq, t - start, H * K, oc, ok), dq_CK.to(dq.dtype.element_ty), mask=here & inside_K)
 
-        U = dot(tl.trans(T_again_CC), X_CV, CT, PRECISION).to(CT)
-        U_dS = dot(U, dS, CT, PRECISION)
-        last_dG = gamma * tl.sum(S_VK.to(tl.float32) * dS)
-        before, query, after = (E * rk)[None, :], (E * rq)[None, :], (d * rk)[None, :]
-        dX_VC, dS = _through_chunk(dS, do_CV, q_CK, k_CK, T_CC, P_CC, before, query, after, gamma, CT, PRECISION)
-        dX_CV = tl.trans(dX_VC.to(CT))
-        tl.store(tile(dv, t - start, H * V, oc, ov), dX_CV, mask=here[:, None] & inside_V)
+        dU = after[:, None] * dot(k_CK, _transposed(dSc), CT, PRECISION)
+        whole = _inner_products(U_CV, dU, CT, PRECISION)
+        matrices = TP + chunk * (2 * C * C) + row * C + column
+        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
+        dU += dot(P_CC, do_CV, CT, PRECISION)
+        dX = dot(T_CC, _through_shared(dU.to(CT)), CT, PRECISION)
+        dX_CV, before_dX_CV = dX.to(CT), (dX * -before[:, None]).to(CT)
+        tl.store(tile(dv, t - start, H * V, oc, ov), dX_CV, mask=here & inside_V)
 
-        dk_CK, beta_dbeta, dG, u = _key_gradients(
-            S_VK, dX_CV, X_CV, U, U_dS, q_CK, k_CK, do_again_CV, P_CC, G, last, rk, rq, row, column, CT, PRECISION
+        dk_CK, k_dG, U_dX = _key_gradients(
+            dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_CK, k_CK, D, rk, after, eye, row, column, CT, PRECISION
         )
-        tl.store(tile(dk, t - start, H * K, oc, ok), dk_CK.to(dk.dtype.element_ty), mask=here[:, None] & inside_K)
-
-        dg = tl.cumsum(q_dq + dG, 0, reverse=True) + (last_dG + u)
-        da_C = dg * g_slope
-        tl.store(da + (t - start + oc) * H, da_C.to(da.dtype.element_ty), mask=here)
-        tl.store(db + (t - start + oc) * H, ((1.0 - beta) * beta_dbeta).to(db.dtype.element_ty), mask=here)
-        dA_log_C += tl.where(here, dg * g, 0.0)
-        ddt_bias_C += tl.where(here, da_C, 0.0)
-    tl.store(shares + segment, tl.sum(dA_log_C, 0))
-    tl.store(shares + n_slots * H + segment, tl.sum(ddt_bias_C, 0))
+        tl.store(tile(dk, t - start, H * K, oc, ok), dk_CK.to(dk.dtype.element_ty), mask=here & inside_K)
+        whole += gamma * _inner_products(S_VK, dSc, CT, PRECISION)
+        whole = tl.sum(tl.where(o16[:, None] == o16[None, :], whole, 0.0))
+        tl.store(dG + chunk * C + oc, q_dq + k_dG + tl.where(oc == C - 1, whole, 0.0))
+        tl.store(beta2_dbeta + chunk * C + oc, U_dX)
+        dS = gamma * dS + dot(tl.trans(before_do_CV), q_CK, CT, PRECISION)
+        dS += dot(tl.trans(before_dX_CV), k_CK, CT, PRECISION)
+        gamma = next_gamma
     if INITIAL and start == begin:
         inside = (ov < V)[:, None] & (ok < K)[None, :]
         tl.store(state_pointers(dinitial, document * H + h, ov, ok, K, V), dS, mask=inside)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "n"])
+def gate_gradients(
+    dG, beta2_dbeta, vectors, da, db, shares, cu, slots, T, n,
+    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """da and db of one chunk and BH heads, and its share, of n, of dA_log and ddt_bias."""
+    pid = tl.program_id(0)
+    h = pid % tl.cdiv(H, BH) * BH + tl.arange(0, BH)
+    part = pid // tl.cdiv(H, BH)
+    start, stop, document, _, _ = segment_bounds(part // (L // C), cu, slots, T, L, PACKED)
+    start += part % (L // C) * C
+    oc = tl.arange(0, C)
+    inside = (start + oc < stop)[:, None] & (h < H)[None, :]
+    chunk = (start // C + document).to(tl.int64) * H + h
+    vector, token = vectors + chunk[None, :] * (4 * C) + 4 * oc[:, None], chunk[None, :] * C + oc[:, None]
+    dg = tl.cumsum(tl.load(dG + token, mask=(start < stop) & (h < H)[None, :], other=0.0), 0, reverse=True)
+    beta = tl.load(vector + 1, mask=inside, other=0.0)
+    g = tl.load(vector + 2, mask=inside, other=0.0)
+    da_CH = dg * tl.load(vector + 3, mask=inside, other=0.0)
+    strength = tl.maximum(beta.to(CT).to(tl.float32), 1e-30)  # as it stands in T, and so in both U and dX
+    dbeta = tl.load(beta2_dbeta + token, mask=inside, other=0.0) / strength / strength
+    where = (start + oc).to(tl.int64)[:, None] * H + h[None, :]
+    tl.store(da + where, da_CH.to(da.dtype.element_ty), mask=inside)
+    tl.store(db + where, (beta * (1.0 - beta) * dbeta).to(db.dtype.element_ty), mask=inside)
+    share = shares + part.to(tl.int64) * H + h
+    tl.store(share, tl.sum(dg * g, 0), mask=h < H)
+    tl.store(share + n.to(tl.int64) * H, tl.sum(da_CH, 0), mask=h < H)

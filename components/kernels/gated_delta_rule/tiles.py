@@ -101,8 +101,10 @@ def _log_decay(a, A_log, dt_bias):
 def gates(
     a, b, A_log, dt_bias, vectors, cu, slots, T, a_stride, b_stride,
     H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr,
+    CHUNK: tl.constexpr, TOKEN: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and BH heads: G (log2), beta, and for backward g and its slope in a (both zero on the floor)."""
+    """Of one chunk and BH heads: G (log2), beta, and for backward g and its slope in a (both zero on the floor), four
+    vectors with the strides CHUNK, TOKEN and VECTOR."""
     pid = tl.program_id(0)
     h = pid % tl.cdiv(H, BH) * BH + tl.arange(0, BH)
     part = pid // tl.cdiv(H, BH) % (L // C)
@@ -120,26 +122,11 @@ def gates(
     g, slope, free = _log_decay(a_CH, A_log_H[None, :], dt_bias_H[None, :])
     G = tl.cumsum(tl.where(inside, g * LOG2E, 0.0), 0)
     chunk = (start // C + document).to(tl.int64) * H + h
-    vector = vectors + chunk[None, :] * (6 * C) + oc[:, None]
-    stored = (h < H)[None, :]
-    tl.store(vector, G, mask=stored)
-    tl.store(vector + C, tl.where(inside, tl.sigmoid(b_CH), 0.0), mask=stored)
-    tl.store(vector + 4 * C, free, mask=stored)
-    tl.store(vector + 5 * C, slope, mask=stored)
-
-
-@triton.jit
-def chunk_vectors(vectors, chunk, oc, C: tl.constexpr):
-    """G, the whole chunk's decay G_C, 1/|k| and scale/|q|."""
-    vector = vectors + chunk * (6 * C)
-    return tl.load(vector + oc), tl.load(vector + C - 1), tl.load(vector + 2 * C + oc), tl.load(vector + 3 * C + oc)
-
-
-@triton.jit
-def chunk_gates(vectors, chunk, oc, C: tl.constexpr):
-    """g and its slope in a (both zero on the floor), and beta."""
-    vector = vectors + chunk * (6 * C)
-    return tl.load(vector + 4 * C + oc), tl.load(vector + 5 * C + oc), tl.load(vector + C + oc)
+    beta = tl.where(inside, tl.sigmoid(b_CH), 0.0)
+    four = tl.reshape(tl.join(tl.join(G, free), tl.join(beta, slope)), (C, BH, 4))
+    within = oc[:, None, None] * TOKEN + tl.arange(0, 4)[None, None, :] * VECTOR
+    # One store, so that lanes beside each other write beside each other, whichever stride is 1.
+    tl.store(vectors + chunk[None, :, None] * CHUNK + within, four, mask=(h < H)[None, :, None])
 
 
 @Kernel

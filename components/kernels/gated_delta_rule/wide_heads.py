@@ -27,8 +27,6 @@ import triton.language as tl
 
 from components.kernels.gated_delta_rule.tiles import (
     EPS,
-    chunk_gates,
-    chunk_vectors,
     document_bounds,
     dot,
     load_state,
@@ -51,6 +49,20 @@ def _invert(A, row, column, LEVELS: tl.constexpr, IT: tl.constexpr, PRECISION: t
         joins = (row // w == column // w) & (row // (w // 2) != column // (w // 2))
         X -= dot(dot(X, tl.where(joins, A, 0.0), IT, PRECISION), X, IT, PRECISION)
     return X
+
+
+@triton.jit
+def _chunk_vectors(vectors, chunk, oc, C: tl.constexpr):
+    """G, the whole chunk's decay G_C, 1/|k| and scale/|q|."""
+    vector = vectors + chunk * (6 * C)
+    return tl.load(vector + oc), tl.load(vector + C - 1), tl.load(vector + 4 * C + oc), tl.load(vector + 5 * C + oc)
+
+
+@triton.jit
+def _chunk_gates(vectors, chunk, oc, C: tl.constexpr):
+    """g and its slope in a (both zero on the floor), and beta."""
+    vector = vectors + chunk * (6 * C)
+    return tl.load(vector + 2 * C + oc), tl.load(vector + 3 * C + oc), tl.load(vector + C + oc)
 
 
 @triton.jit
@@ -83,8 +95,8 @@ def chunk_maps(
     kf, qf = k_CK.to(tl.float32), q_CK.to(tl.float32)
     rk = tl.rsqrt(tl.sum(kf * kf, 1) + EPS)
     rq = tl.rsqrt(tl.sum(qf * qf, 1) + EPS) * scale
-    tl.store(vector + 2 * C + oc, rk)
-    tl.store(vector + 3 * C + oc, rq)
+    tl.store(vector + 4 * C + oc, rk)
+    tl.store(vector + 5 * C + oc, rq)
     E, after = tl.exp2(G), tl.exp2(last - G) * rk
 
     D = tl.exp2(-tl.abs(G[:, None] - G[None, :])) * rk[None, :]
@@ -221,7 +233,7 @@ def query_gradients(
     q_CK, k_CK = _load_keys(q, k, token, q_stride, k_stride, h, here, oc, ok, GROUP, K)
     matrices = TP + chunk * (2 * C * C) + row * C + column
     T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
-    G, _last, rk, rq = chunk_vectors(vectors, chunk, oc, C)
+    G, _last, rk, rq = _chunk_vectors(vectors, chunk, oc, C)
     E, before = tl.exp2(G), tl.exp2(G) * rk
     values = token * (H * V) + h * V
     dq_CK, Z = tl.zeros((C, BK), tl.float32), tl.zeros((C, C), tl.float32)
@@ -264,7 +276,7 @@ def _gate_gradients(
     H: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Stores da, db and the chunk's shares of dA_log and ddt_bias."""
-    g, g_slope, beta = chunk_gates(vectors, chunk, oc, C)
+    g, g_slope, beta = _chunk_gates(vectors, chunk, oc, C)
     dg = tl.cumsum(dG, 0, reverse=True) + last_dG
     da_C = dg * g_slope
     tl.store(da + oc * H, da_C.to(da.dtype.element_ty), mask=here)
@@ -297,7 +309,7 @@ def key_gradients(
     q_CK, k_CK = _load_keys(q, k, token, q_stride, k_stride, h, here, oc, ok, GROUP, K)
     matrices = TP + chunk * (2 * C * C) + row * C + column
     T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
-    G, last, rk, _rq = chunk_vectors(vectors, chunk, oc, C)
+    G, last, rk, _rq = _chunk_vectors(vectors, chunk, oc, C)
     E, d = tl.exp2(G), tl.exp2(last - G)
     values = token * (H * V) + h * V
     dk_CK, Y, u = tl.zeros((C, BK), tl.float32), tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
