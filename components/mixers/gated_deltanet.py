@@ -6,7 +6,7 @@
     y   = (RMSNorm_V(o) ⊙ SiLU(x W_g)) W_out
 
 The kernel normalises q and k and forms α and β from the raw projections. No rotary positions: the decay tells order.
-Shapes: B batch, T sequence, D width, C = H (2 K + V) convolved channels, H heads, K key width, V value width.
+Shapes: B batch, T sequence, D width, C = H (2 K + V) convolved channels, H heads, K key width, V value width, I = H V.
 """
 
 from dataclasses import dataclass
@@ -96,10 +96,11 @@ class GatedDeltaNet(nn.Module):
         u_BTC, conv_BWC = convolve(F.linear(x_BTD, self.qkv), self.conv, ctx, cache)
         q, k, v = (x.unflatten(-1, (c.heads, -1)) for x in split_last(u_BTC, tuple(c.widths.values())))
         a_BTH, b_BTH = F.linear(x_BTD, self.a_b).chunk(2, -1)
-        o_BTHV, state = self.recurrence(q, k, v, a_BTH, b_BTH, ctx, cache)
+        gate_BTI = F.linear(x_BTD, self.gate)
+        y_BTI, state = self.recurrence(q, k, v, a_BTH, b_BTH, gate_BTI, self.norm, ctx, cache)
         if cache is not None:
             cache.advance(state, conv_BWC, x_BTD.shape[1])
-        return F.linear(self.norm(o_BTHV).flatten(2) * F.silu(F.linear(x_BTD, self.gate)), self.out), {}
+        return F.linear(y_BTI, self.out), {}
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RecurrentCache:
         return new_recurrent_cache(batch, self.config.state_HKV, self.conv, dtype, device)

@@ -121,10 +121,10 @@ class HymoGDN(nn.Module):
         k, q, gate_BTI = split_last(F.linear(u_BTI, self.k_q_gate), (width, width, c.inner))
         q, k, v = self._rotate(q, k, u_BTI, ctx)
         a_BTH, b_BTH = F.linear(u_BTI, self.dt_beta).chunk(2, -1)
-        o_BTHV, state = self.recurrence(q, k, v, a_BTH, b_BTH, ctx, cache)
+        y_BTI, state = self.recurrence(q, k, v, a_BTH, b_BTH, gate_BTI, self.norm, ctx, cache)
         if cache is not None:
             cache.advance(state, conv_BWI, x_BTD.shape[1])
-        y_BTD = F.linear(self.norm(o_BTHV).flatten(2) * F.silu(gate_BTI), self.out)
+        y_BTD = F.linear(y_BTI, self.out)
         return (y_BTD + into[..., c.inner :] if c.skip else y_BTD), {}
 
     def _rotate(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""What the mixers with a gated delta rule share: the recurrence and its decays, the short convolution before it, the
-decode state of both.
+"""What the mixers with a gated delta rule share: the recurrence with its decays and the gated norm after it, the short
+convolution before it, the decode state of both.
 
 Shapes: B batch, T sequence, C channels, H heads, K key width, V value width, W taps.
 """
@@ -14,7 +14,9 @@ from components.interfaces import Context
 from components.kernels.gated_delta_rule.forms import check_chunk
 from components.kernels.gated_delta_rule.op import gated_delta_rule
 from components.kernels.gated_delta_rule.recurrent import gated_delta_rule_step
+from components.kernels.gated_norm import gated_norm
 from components.kernels.short_conv.op import short_conv, short_conv_state, short_conv_step
+from components.layers.norm import RMSNorm
 from components.mixers.cache import RecurrentCache
 from components.parameters import Init, Role, constant, log_uniform, whole
 
@@ -59,8 +61,8 @@ class RecurrentConfig(ABC):
 
 
 class Recurrence(nn.Module):
-    """The gated delta rule with its per-head scalars A_log, dt_bias and, with `skip`, D (o + D v). o_BTHV comes back
-    in the dtype of v."""
+    """The gated delta rule with its per-head scalars A_log, dt_bias and, with `skip`, D (o + D v), then the gated norm,
+    which takes in D: a plan may have these scalars whole only while this module runs."""
 
     fp32_unit = True  # a decay near 1 does not survive bf16
 
@@ -76,21 +78,24 @@ class Recurrence(nn.Module):
         inits = {"A_log": A_log, "dt_bias": dt_bias} | ({} if self.D is None else {"D": constant(1.0)})
         return {name: whole("scalar", name, init) for name, init in inits.items()}
 
-    def forward(self, q, k, v, a, b, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
-        """q, k (B, T, H, K); v (B, T, H, V); a, b (B, T, H). With a cache also the state after the last token."""
+    def forward(
+        self, q, k, v, a, b, gate, norm: RMSNorm, ctx: Context, cache: RecurrentCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """q, k (B, T, H, K); v (B, T, H, V); a, b (B, T, H); gate (B, T, H V). norm(o + D v) ⊙ SiLU(gate), which has
+        the gate's shape, and with a cache the state after the last token."""
+        o_BTHV, state = self._outputs(q, k, v, a, b, ctx, cache)
+        skip = {} if self.D is None else {"v_BTHV": v, "D_H": self.D}
+        return gated_norm(o_BTHV, gate, norm.weight, eps=norm.eps, **skip), state
+
+    def _outputs(self, q, k, v, a, b, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
         inputs = (q, k, v, a, b, self.A_log, self.dt_bias)
         if cache is None:
-            o_BTHV, state = gated_delta_rule(*inputs, cu_seqlens=ctx.cu_seqlens, chunk=self.chunk)
-        elif q.shape[1] == 1:
+            return gated_delta_rule(*inputs, cu_seqlens=ctx.cu_seqlens, chunk=self.chunk)
+        if q.shape[1] == 1:
             step = (x[:, 0] for x in (q, k, v, a, b))
             o_BHV, state = gated_delta_rule_step(*step, self.A_log, self.dt_bias, cache.state_BHKV)
-            o_BTHV = o_BHV[:, None]
-        else:
-            o_BTHV, state = gated_delta_rule(
-                *inputs, initial_state_BHKV=cache.state_BHKV, return_state=True, chunk=self.chunk
-            )
-        o_BTHV = o_BTHV if self.D is None else o_BTHV + self.D[:, None] * v
-        return o_BTHV.to(v.dtype), state
+            return o_BHV[:, None], state
+        return gated_delta_rule(*inputs, initial_state_BHKV=cache.state_BHKV, return_state=True, chunk=self.chunk)
 
 
 def convolve(x_BTC: Tensor, w_CW: Tensor, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from components.kernels.even_rows import op as even_rows
 from components.kernels.gated_delta_rule.forms import EXACT
 from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
+from components.kernels.gated_norm import launch as gated_norm
 from components.kernels.grouped_gemm import launch as grouped_gemm
 from components.kernels.linear_cross_entropy import launch as linear_cross_entropy
 from components.kernels.newton_schulz import launch as newton_schulz
@@ -165,6 +166,19 @@ def test_the_routers_product_keeps_to_its_memory(sizes):
         router_product.launch_product(x, weight)
         router_product.launch_input_gradient(dy, weight, x.dtype)
         router_product.launch_weight_gradient(dy, x)
+
+
+@pytest.mark.parametrize(("skip", "weight"), [(True, True), (True, False), (False, True), (False, False)])
+def test_the_gated_norm_keeps_to_its_memory(monkeypatch, skip, weight):
+    monkeypatch.setattr(gated_norm, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(gated_norm, "FORWARD_TILE", 128)
+    monkeypatch.setattr(gated_norm, "BACKWARD_TILE", 128)
+    o, joint = torch.randn(2, 7, 6, 12), torch.randn(2, 7, 3 * 72)
+    v, D = (joint[..., :72].unflatten(-1, (6, 12)), torch.randn(6)) if skip else (None, None)
+    inputs = o, v, D, torch.randn(12) if weight else None, joint[..., 144:]
+    with watched():
+        y = gated_norm.forward(*inputs, 1e-6)
+        gated_norm.backward(y, *inputs, 1e-6)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0, 60.0])
