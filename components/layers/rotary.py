@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from components.interfaces import Context
+from components.kernels.rotation import turn
 
 
 class Angles(NamedTuple):
@@ -42,18 +43,9 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTHK: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BTr, sin_BTr)
-        return _turn(x_BTHK, cos_BTr, sin_BTr)
+        return turn(x_BTHK, cos_BTr, sin_BTr)
 
     @staticmethod
     def backward(ctx, grad_BTHK: Tensor):
         cos_BTr, sin_BTr = ctx.saved_tensors
-        return _turn(grad_BTHK, cos_BTr, -sin_BTr), None, None
-
-
-def _turn(x_BTHK: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
-    rotary_dim = 2 * cos_BTr.shape[-1]
-    turned, rest = x_BTHK[..., :rotary_dim], x_BTHK[..., rotary_dim:]
-    first, second = turned.to(torch.promote_types(x_BTHK.dtype, torch.float32)).chunk(2, -1)
-    cos, sin = cos_BTr[:, :, None], sin_BTr[:, :, None]
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-    return torch.cat([turned.to(x_BTHK.dtype), rest], -1)
+        return turn(grad_BTHK, cos_BTr, -sin_BTr), None, None

@@ -93,7 +93,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_BTD: Tensor, ctx: Context, cache: RecurrentCache | None = None) -> tuple[Tensor, Aux]:
         c = self.config
-        u_BTC, conv_BWC = convolve(F.linear(x_BTD, self.qkv), self.conv, ctx, cache)
+        u_BTC, _, conv_BWC = convolve(F.linear(x_BTD, self.qkv), self.conv, ctx, cache)
         q, k, v = (x.unflatten(-1, (c.heads, -1)) for x in split_last(u_BTC, tuple(c.widths.values())))
         a_BTH, b_BTH = F.linear(x_BTD, self.a_b).chunk(2, -1)
         gate_BTI = F.linear(x_BTD, self.gate)

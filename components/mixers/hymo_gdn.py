@@ -115,27 +115,25 @@ class HymoGDN(nn.Module):
 
     def forward(self, x_BTD: Tensor, ctx: Context, cache: RecurrentCache | None = None) -> tuple[Tensor, Aux]:
         c = self.config
-        into = F.linear(x_BTD, self.in_skip)
-        u_BTI, conv_BWI = convolve(into[..., : c.inner], self.conv, ctx, cache)
-        width = c.heads * c.state_dim
-        k, q, gate_BTI = split_last(F.linear(u_BTI, self.k_q_gate), (width, width, c.inner))
-        q, k, v = self._rotate(q, k, u_BTI, ctx)
+        u_BTI, skip_BTD, conv_BWI = convolve(F.linear(x_BTD, self.in_skip), self.conv, ctx, cache)
+        k, q, v, gate_BTI = self._project(u_BTI, ctx)
         a_BTH, b_BTH = F.linear(u_BTI, self.dt_beta).chunk(2, -1)
         y_BTI, state = self.recurrence(q, k, v, a_BTH, b_BTH, gate_BTI, self.norm, ctx, cache)
         if cache is not None:
             cache.advance(state, conv_BWI, x_BTD.shape[1])
         y_BTD = F.linear(y_BTI, self.out)
-        return (y_BTD + into[..., c.inner :] if c.skip else y_BTD), {}
+        return (y_BTD + skip_BTD if c.skip else y_BTD), {}
 
-    def _rotate(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        c = self.config
-        q, k, v = (x.unflatten(-1, (c.heads, -1)) for x in (q, k, v))
-        if c.rotation is None:
-            return q, k, v
-        angles = angles_in(ctx, c.rotation)
-        if c.rope_on == "v":
-            return q, k, rotate(v, angles)
-        return rotate(q, angles), rotate(k, angles), v
+    def _project(self, u_BTI: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, queries and values by head, rotated as the recipe says, and the gate."""
+        c, joint = self.config, F.linear(u_BTI, self.k_q_gate)
+        angles = None if c.rotation is None else angles_in(ctx, c.rotation)
+        turned, width = angles if c.rope_on == "qk" else None, c.heads * c.state_dim
+        k, q, gate_BTI = split_last(joint, (width, width, c.inner), turned, c.state_dim)
+        k, q, v = (x.unflatten(-1, (c.heads, -1)) for x in (k, q, u_BTI))
+        if angles is not None and c.rope_on == "v":
+            v = rotate(v, angles)
+        return k, q, v, gate_BTI
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RecurrentCache:
         return new_recurrent_cache(batch, self.config.state_HKV, self.conv, dtype, device)

@@ -1,7 +1,8 @@
 """What the mixers with a gated delta rule share: the recurrence with its decays and the gated norm after it, the short
 convolution before it, the decode state of both.
 
-Shapes: B batch, T sequence, C channels, H heads, K key width, V value width, W taps.
+Shapes: B batch, T sequence, C channels, H heads, K key width, V value width, W taps;
+X = C + S columns of a joint projection.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from components.kernels.gated_delta_rule.forms import check_chunk
 from components.kernels.gated_delta_rule.op import gated_delta_rule
 from components.kernels.gated_delta_rule.recurrent import gated_delta_rule_step
 from components.kernels.gated_norm import gated_norm
-from components.kernels.short_conv.op import short_conv, short_conv_state, short_conv_step
+from components.kernels.short_conv.op import short_conv, short_conv_beside, short_conv_state, short_conv_step
 from components.layers.norm import RMSNorm
 from components.mixers.cache import RecurrentCache
 from components.parameters import Init, Role, constant, log_uniform, whole
@@ -98,15 +99,19 @@ class Recurrence(nn.Module):
         return gated_delta_rule(*inputs, initial_state_BHKV=cache.state_BHKV, return_state=True, chunk=self.chunk)
 
 
-def convolve(x_BTC: Tensor, w_CW: Tensor, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
-    """SiLU(CausalConv(x)), and with a cache the convolution's next state (B, W - 1, C)."""
+def convolve(
+    x_BTX: Tensor, w_CW: Tensor, ctx: Context, cache: RecurrentCache | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """SiLU(CausalConv) of the first C columns of x, a view of the columns beside them, if any, and with a cache the
+    convolution's next state (B, W - 1, C)."""
     if cache is None:
-        return short_conv(x_BTC, w_CW, cu_seqlens=ctx.cu_seqlens), None
+        return *short_conv_beside(x_BTX, w_CW, cu_seqlens=ctx.cu_seqlens), None
+    x_BTC, rest_BTS = x_BTX.tensor_split((len(w_CW),), -1)
     if x_BTC.shape[1] == 1:
         u_BC, state = short_conv_step(x_BTC[:, 0], w_CW, cache.conv_BWC)
-        return u_BC[:, None], state
+        return u_BC[:, None], rest_BTS, state
     state = short_conv_state(x_BTC, w_CW.shape[1], cache.conv_BWC)
-    return short_conv(x_BTC, w_CW, state_BWC=cache.conv_BWC), state
+    return short_conv(x_BTC, w_CW, state_BWC=cache.conv_BWC), rest_BTS, state
 
 
 def new_recurrent_cache(

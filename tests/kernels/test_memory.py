@@ -19,10 +19,12 @@ from components.kernels.gated_norm import launch as gated_norm
 from components.kernels.grouped_gemm import launch as grouped_gemm
 from components.kernels.linear_cross_entropy import launch as linear_cross_entropy
 from components.kernels.newton_schulz import launch as newton_schulz
+from components.kernels.rotation import op as rotation
 from components.kernels.router_product import op as router_product
 from components.kernels.short_conv import launch as short_conv
 from components.kernels.swiglu import op as swiglu
 from tests.kernels import test_gated_delta_rule_triton as gated_delta_rule
+from tests.kernels import test_rotation
 from tests.kernels.watched import watched
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="needs Triton's interpreter")
@@ -130,14 +132,15 @@ def test_the_gated_delta_rule_keeps_to_its_memory(case):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_short_convolution_keeps_to_its_memory(monkeypatch, packed):
+@pytest.mark.parametrize("beside", [0, 20])
+def test_the_short_convolution_keeps_to_its_memory(monkeypatch, packed, beside):
     monkeypatch.setattr(short_conv, "TOKENS", 8)
     monkeypatch.setattr(short_conv, "CHANNELS", 16)
-    x, w = torch.randn(2, 9, 40)[..., :20], torch.randn(20, 3)
+    x, w, d_rest = torch.randn(2, 9, 40)[..., : 20 + beside], torch.randn(20, 3), torch.randn(2, 9, 40)[..., :beside]
     starts = torch.tensor([0, 1, 1, 5, 9, 18, 18], dtype=torch.int32) if packed else None
     with watched():
-        y = short_conv.forward(x, w, starts, True)
-        short_conv.backward(y, x, w, starts, True)
+        y = short_conv.forward(x[..., :20], w, starts, True)
+        short_conv.backward(y, d_rest, x, w, starts, True)
 
 
 @pytest.mark.parametrize("sizes", [(37,), (5, 0, 17, 1, 14), (0, 130, 0), (0, 0)])
@@ -179,6 +182,12 @@ def test_the_gated_norm_keeps_to_its_memory(monkeypatch, skip, weight):
     with watched():
         y = gated_norm.forward(*inputs, 1e-6)
         gated_norm.backward(y, *inputs, 1e-6)
+
+
+@pytest.mark.parametrize("case", test_rotation.SIZES)
+def test_the_gradient_of_a_joint_projection_keeps_to_its_memory(case):
+    with watched():
+        rotation.launch(*test_rotation.gradients(case, torch.float32))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0, 60.0])

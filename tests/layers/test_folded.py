@@ -1,23 +1,39 @@
-"""Folded weights: taken apart, and their gradients put together."""
+"""Folded weights: a projection taken apart, and the gradients of its pieces put together."""
 
+import pytest
 import torch
 
+from components.kernels.rotation import turn
 from components.layers.folded import split_last
+from components.layers.rotary import Angles
+from tests.kernels.test_rotation import CASES
+from tests.kernels.test_rotation import gradients as pieces_and_angles
 
 
-def gradient(split, x, factors):
-    x = x.clone().requires_grad_()
-    pieces = split(x, (2, 3, 1))
-    return torch.autograd.grad(sum((f * p**2).sum() for f, p in zip(factors, pieces, strict=True)), x)[0]
+@CASES
+@pytest.mark.parametrize("compiled", [False, True])
+def test_taking_a_projection_apart_and_its_gradient_are_torchs_also_compiled(case, compiled):
+    *pieces, cos, sin, K = pieces_and_angles(case, torch.float64, "cpu")
+    sizes, joint = tuple(x.shape[-1] for x in pieces), torch.cat(pieces, -1).requires_grad_()
+    angles = None if cos is None else Angles(cos, sin)
 
+    def ours(joint):
+        return split_last(joint, sizes, angles, K)
 
-def test_a_split_and_its_gradient_are_torchs_also_compiled_and_where_a_piece_is_unused():
-    x = torch.randn(4, 5, 6)
-    compiled = torch.compile(split_last, fullgraph=True, backend="aot_eager")
-    for factors in ((1.0, 2.0, 3.0), (1.0, 0.0, 2.0)):
-        wanted = gradient(lambda x, sizes: x.split(sizes, -1), x, factors)
-        assert torch.equal(gradient(split_last, x, factors), wanted)
-        assert torch.equal(gradient(compiled, x, factors), wanted)
-    x.requires_grad_()
-    first, _, _ = split_last(x, (2, 3, 1))
-    assert torch.autograd.grad(first.sum(), x)[0].sum() == first.numel()
+    def plain(joint):
+        first, second, third = joint.split(sizes, -1)
+        if angles is None:
+            return first, second, third
+        heads = (x.unflatten(-1, (-1, K)) for x in (first, second))
+        return *(turn(x, *angles).flatten(2) for x in heads), third
+
+    function = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    factors = [torch.randn_like(x) for x in pieces]
+    for unused in (None, 0, 2):
+        results = []
+        for split in (function, plain):
+            outputs = split(joint)
+            total = sum((y**2 * f).sum() for i, (y, f) in enumerate(zip(outputs, factors, strict=True)) if i != unused)
+            results.append((*outputs, *torch.autograd.grad(total, joint)))
+        for found, expected in zip(*results, strict=True):
+            assert found.equal(expected)

@@ -2,6 +2,7 @@
 
 import torch
 
+from components.kernels.rotation import turn
 from components.layers import rotary
 from components.layers.rotary import rotary_angles, rotate
 from tests.models import tiny
@@ -27,7 +28,7 @@ def test_its_gradient_is_that_of_the_formula():
         assert torch.autograd.gradcheck(lambda x: rotate(x, angles()), x)
         dy = torch.randn_like(x)
         (found,) = torch.autograd.grad(rotate(x, angles()), x, dy)
-        (expected,) = torch.autograd.grad(rotary._turn(x, *angles()), x, dy)
+        (expected,) = torch.autograd.grad(turn(x, *angles()), x, dy)
         assert found.equal(expected)
 
 
@@ -43,8 +44,8 @@ def test_a_compiler_traces_it_whole():
     for function in (compiled, lambda x: rotate(2 * x, angles())):
         y = function(x)
         (dx,) = torch.autograd.grad(y, x, dy)
-        torch.testing.assert_close(y, rotary._turn(2 * x, *angles()))
-        torch.testing.assert_close(dx, 2 * rotary._turn(dy, angles().cos_BTr, -angles().sin_BTr))
+        torch.testing.assert_close(y, turn(2 * x, *angles()))
+        torch.testing.assert_close(dx, 2 * turn(dy, angles().cos_BTr, -angles().sin_BTr))
 
 
 def test_layers_use_the_angles_that_the_model_has_computed_once(monkeypatch):

@@ -3,7 +3,8 @@
 So every element is read once and written once. Four tokens are loaded at a time to keep loads in flight. Up to four
 taps; narrower kernels carry zero weights. `distance` is each token's place in its document, where documents are packed.
 
-Shapes: C channels (BC a program), BT tokens a program, W taps. Tap j multiplies the token j before.
+Shapes: C channels (BC a program), S columns beside them, BT tokens a program, W taps. Tap j multiplies the token j
+before.
 """
 
 import triton
@@ -132,15 +133,16 @@ def _slope(dy, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED: tl.constexpr, SILU
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def backward(
-    dy, x, w, distance, dx, shares, T, C, x_stride,
+    dy, x, w, distance, dx, shares, T, C, S, x_stride,
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dx, and each block's share of dw (blocks, 4, C). Walks three tokens past the block: they look back into it."""
+    """dx, in rows of C + S, and each block's share of dw (blocks, 4, C). Walks three tokens past the block: they look
+    back into it."""
     row, start, c, block = _place(T, C, BT, BC)
     first = (row * T).to(tl.int64)
     x += first * x_stride
     dy += first * C
-    dx += first * C
+    dx += first * (C + S)
     distance += first
     stop = tl.minimum(start + BT, T)
     w0, w1, w2, w3 = _taps(w, c, C, W)
@@ -155,7 +157,8 @@ def backward(
         dz = _slope(dy0, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED, SILU)
         dz1, dz2, dz3 = _own(dz, place, 1, PACKED), _own(dz, place, 2, PACKED), _own(dz, place, 3, PACKED)
         three += w3 * dz3
-        tl.store(dx + (t - 3) * C + c, three.to(dx.dtype.element_ty), mask=(c < C) & (t - 3 >= start) & (t - 3 < stop))
+        inside = (c < C) & (t - 3 >= start) & (t - 3 < stop)
+        tl.store(dx + (t - 3) * (C + S) + c, three.to(dx.dtype.element_ty), mask=inside)
         if t < stop:
             dw0 += dz * x0
             dw1 += dz1 * x1
@@ -169,6 +172,18 @@ def backward(
     tl.store(share + C, dw1, mask=c < C)
     tl.store(share + 2 * C, dw2, mask=c < C)
     tl.store(share + 3 * C, dw3, mask=c < C)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens"])
+def pass_on(d_rest, dx, tokens, C, S, stride, BT: tl.constexpr, BC: tl.constexpr):
+    """d_rest (tokens, S) to the columns past the first C of dx (tokens, C + S). Apart: as other programs of `backward`
+    it would take 12 registers from those that convolve."""
+    blocks = tl.cdiv(S, BC)
+    t = (tl.program_id(0) // blocks).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    s = tl.program_id(0) % blocks * BC + tl.arange(0, BC)[None, :]
+    inside = (t < tokens) & (s < S)
+    tl.store(dx + t * (C + S) + C + s, tl.load(d_rest + t * stride + s, mask=inside, other=0.0), mask=inside)
 
 
 @Kernel

@@ -12,21 +12,34 @@ TOKENS, CHANNELS = 64, 128  # a program's; swept on an H200, see docs/kernels.md
 def forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
     x, w = _even(x), w.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.forward(_programs(x), x, w, _distances(x, cu_seqlens), y, *_sizes(x), **_options(w, cu_seqlens, silu))
+    sizes = x.shape[1], x.shape[2], x.stride(1)
+    kernels.forward(_programs(x), x, w, _distances(x, cu_seqlens), y, *sizes, **_options(w, cu_seqlens, silu))
     return y
 
 
-def backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
-    dy, x, w = dy.contiguous(), _even(x), w.contiguous()
-    (B, T, C), W = x.shape, w.shape[1]
+def backward(
+    dy: Tensor, d_rest: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """dx and dw. The first channels of x are convolved; `d_rest` is the gradient of the columns beside them."""
+    (B, T, C), W = dy.shape, w.shape[1]
     dx, dw = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w)
+    dy, x, w = dy.contiguous(), _even(x[..., :C]), w.contiguous()
     blocks = B * triton.cdiv(T, TOKENS)
     shares = torch.empty(blocks, 4, C, dtype=torch.float32, device=x.device)
     kernels.backward(
-        _programs(x), dy, x, w, _distances(x, cu_seqlens), dx, shares, *_sizes(x), **_options(w, cu_seqlens, silu)
-    )
+        _programs(x), dy, x, w, _distances(x, cu_seqlens), dx, shares, T, C, d_rest.shape[2], x.stride(1),
+        **_options(w, cu_seqlens, silu),
+    )  # fmt: skip
     kernels.reduce_shares(W * triton.cdiv(C, 64), shares, dw, blocks, C, W=W, ROWS=32, BC=64)
+    if d_rest.shape[2]:
+        _pass_on(_even(d_rest), dx)
     return dx, dw
+
+
+def _pass_on(d_rest: Tensor, dx: Tensor) -> None:
+    tokens, S = dx.shape[0] * dx.shape[1], d_rest.shape[2]
+    programs = triton.cdiv(tokens, 16) * triton.cdiv(S, 128)
+    kernels.pass_on(programs, d_rest, dx, tokens, dx.shape[2] - S, S, d_rest.stride(1), BT=16, BC=128)
 
 
 def _even(x: Tensor) -> Tensor:
@@ -37,10 +50,6 @@ def _even(x: Tensor) -> Tensor:
 
 def _programs(x: Tensor) -> int:
     return x.shape[0] * triton.cdiv(x.shape[1], TOKENS) * triton.cdiv(x.shape[2], CHANNELS)
-
-
-def _sizes(x: Tensor) -> tuple[int, int, int]:
-    return x.shape[1], x.shape[2], x.stride(1)
 
 
 def _options(w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> dict:

@@ -1,7 +1,8 @@
 """Causal depthwise convolution of width 2 to 4 with SiLU, as one op; a bias is left out on purpose.
 
-Shapes: B rows, T tokens, C channels, W taps; w_CW[:, W - 1] multiplies the token itself. The decode state is the last
-W - 1 inputs, state_BWC. Documents (`cu_seqlens`, as in `gated_delta_rule`) do not see each other.
+Shapes: B rows, T tokens, C channels, S columns beside them (X in all), W taps; w_CW[:, W - 1] multiplies the token
+itself. The decode state is the last W - 1 inputs, state_BWC. Documents (`cu_seqlens`, as in `gated_delta_rule`) do not
+see each other.
 """
 
 from typing import Literal
@@ -30,9 +31,20 @@ def short_conv(
     """
     _check(x_BTC, w_CW, cu_seqlens, state_BWC)
     if state_BWC is None:
-        return torch.ops.hymo.short_conv(x_BTC, w_CW, cu_seqlens, activation == "silu")
+        return _ShortConv.apply(x_BTC, w_CW, cu_seqlens, activation == "silu")[0]
     longer = torch.cat([state_BWC.to(x_BTC.dtype), x_BTC], 1)
-    return torch.ops.hymo.short_conv(longer, w_CW, None, activation == "silu")[:, state_BWC.shape[1] :]
+    return _ShortConv.apply(longer, w_CW, None, activation == "silu")[0][:, state_BWC.shape[1] :]
+
+
+def short_conv_beside(
+    x_BTX: Tensor, w_CW: Tensor, *, cu_seqlens: Tensor | None = None, activation: Activation = "silu"
+) -> tuple[Tensor, Tensor]:
+    """`short_conv` of the first C columns of a joint projection, and a view of the others, rest_BTS.
+
+    Both gradients are written where the projection's backward wants them, in one tensor. Raises as `short_conv`.
+    """
+    _check(x_BTX[..., : len(w_CW)], w_CW, cu_seqlens, None)
+    return _ShortConv.apply(x_BTX, w_CW, cu_seqlens, activation == "silu")
 
 
 def short_conv_state(x_BTC: Tensor, width: int, state_BWC: Tensor | None = None) -> Tensor:
@@ -87,9 +99,9 @@ def _in_triton(x: Tensor) -> bool:
 # Defined by their schemas: what `torch.library.custom_op` checks at every call takes longer than our launches.
 _FORWARD, _BACKWARD = "hymo::short_conv", "hymo::short_conv_backward"
 _TAGS, _DEVICES = (torch.Tag.pt2_compliant_tag,), ("cpu", "cuda")
-_INPUTS = "Tensor x, Tensor w, Tensor? cu_seqlens, bool silu"
+_INPUTS = "Tensor x, Tensor w, Tensor? cu_seqlens, bool silu"  # backward: x with all of its columns
 torch.library.define(_FORWARD, f"({_INPUTS}) -> Tensor", tags=_TAGS)
-torch.library.define(_BACKWARD, f"(Tensor dy, {_INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
+torch.library.define(_BACKWARD, f"(Tensor dy, Tensor d_rest, {_INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
 
 
 @torch.library.impl(_FORWARD, _DEVICES)
@@ -107,11 +119,13 @@ def _(x, w, cu_seqlens, silu):
 
 
 @torch.library.impl(_BACKWARD, _DEVICES)
-def _backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+def _backward(
+    dy: Tensor, d_rest: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
     if _in_triton(x):
-        return launch.backward(dy, x, w, cu_seqlens, silu)
+        return launch.backward(dy, d_rest, x, w, cu_seqlens, silu)
     wide, position = torch.promote_types(x.dtype, torch.float32), _position(x, cu_seqlens)
-    dz, x_wide, w_wide = dy.to(wide), x.to(wide), w.to(wide)
+    dz, x_wide, w_wide = dy.to(wide), x[..., : len(w)].to(wide), w.to(wide)
     if silu:
         z = _convolve(x_wide, w_wide, position)
         s = z.sigmoid()
@@ -122,22 +136,25 @@ def _backward(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu:
         seen = torch.where((position[:, back:] >= back)[..., None], dz[:, back:], 0)
         dx[:, :-back] += seen * w_wide[:, -1 - back]
         dw[:, -1 - back] = (seen * x_wide[:, :-back]).sum((0, 1))
-    return dx.to(x.dtype), dw.to(w.dtype)
+    return torch.cat([dx.to(x.dtype), d_rest], -1), dw.to(w.dtype)
 
 
 @torch.library.register_fake(_BACKWARD)
-def _(dy, x, w, cu_seqlens, silu):
+def _(dy, d_rest, x, w, cu_seqlens, silu):
     return tuple(torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, w))
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
+class _ShortConv(torch.autograd.Function):
+    """And the columns beside the convolved ones, of which there may be none."""
 
+    @staticmethod
+    def forward(ctx, x_BTX: Tensor, w_CW: Tensor, cu_seqlens: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x_BTX, w_CW, cu_seqlens)
+        ctx.silu = silu
+        x_BTC, rest_BTS = x_BTX.tensor_split((len(w_CW),), -1)
+        return torch.ops.hymo.short_conv(x_BTC, w_CW, cu_seqlens, silu), rest_BTS
 
-def _gradients(ctx, dy):
-    dx, dw = torch.ops.hymo.short_conv_backward(dy, *ctx.saved_tensors, ctx.silu)
-    return dx, dw, None, None
-
-
-torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, dy_BTC: Tensor, d_rest_BTS: Tensor):
+        dx, dw = torch.ops.hymo.short_conv_backward(dy_BTC, d_rest_BTS, *ctx.saved_tensors, ctx.silu)
+        return dx, dw, None, None
