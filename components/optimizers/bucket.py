@@ -123,10 +123,10 @@ class Bucket:
     def _plan_passes(self, leaving: Sequence[Transfer]) -> None:
         """Momentum and update of this rank's parts; copies of what goes to several owners."""
         places = _placed(self.held, leaving)
-        first = {t.matrix: place for t, place in reversed(places)}
-        self._repeats = [(place, first[t.matrix]) for t, place in places if place is not first[t.matrix]]
-        self._parameters = sorted({self._matrices[i].parameter for i in first})
-        self._momentum = Momentum([self._part(i, place) for i, place in first.items()])
+        written = {t.matrix: place for t, place in places}
+        self._repeats = [(place, written[t.matrix]) for t, place in places if place is not written[t.matrix]]
+        self._parameters = sorted({self._matrices[i].parameter for i in written})
+        self._momentum = Momentum([self._part(i, place) for i, place in written.items()])
         self._update = DecayedUpdate([self._part(t.matrix, p) for t, p in _placed(self.held, self.homeward.received)])
 
     def _part(self, number: int, place: Tensor) -> Part:
