@@ -5,8 +5,7 @@ index travels. A rank that sends or receives nothing takes part with empty split
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -34,6 +33,7 @@ class Transfer(NamedTuple):
     region: Region
 
 
+OnItsWay = dist.Work | torch.cuda.Event | None  # what is waited for; None: it is there
 Holdings = Sequence[Region | None]  # what each rank holds of one matrix
 
 
@@ -66,49 +66,38 @@ class Exchange:
     def __init__(self, transfers: Sequence[Transfer], rank: int, ranks: int):
         self.sent = sorted((t for t in transfers if t.source == rank), key=lambda t: t[1:])
         self.received = sorted((t for t in transfers if t.target == rank), key=lambda t: (t.source, *t[2:]))
-        self._splits_out = [sum(_elements(t) for t in self.sent if t.target == r) for r in range(ranks)]
-        self._splits_in = [sum(_elements(t) for t in self.received if t.source == r) for r in range(ranks)]
+        self._splits_out = [elements(t for t in self.sent if t.target == r) for r in range(ranks)]
+        self._splits_in = [elements(t for t in self.received if t.source == r) for r in range(ranks)]
+        self.leaving, self.arriving = sum(self._splits_out), sum(self._splits_in)  # elements
 
-    @property
-    def arriving(self) -> int:
-        """Elements that this rank receives."""
-        return sum(self._splits_in)
-
-    def start(self, parts: Sequence[Tensor], incoming: Tensor) -> "InFlight":
-        """Send `parts`, one for each of `sent`, in the dtype of `incoming`, a flat buffer for what this rank receives;
-        returns before it has arrived."""
-        outgoing = incoming.new_empty(sum(self._splits_out))
-        copy_all(split(outgoing, self.sent), parts)
-        work = dist.all_to_all_single(incoming, outgoing, self._splits_in, self._splits_out, async_op=True)
-        return InFlight(incoming, work, outgoing)
+    def start(self, outgoing: Tensor, incoming: Tensor) -> OnItsWay:
+        """Send what is at the beginning of one flat buffer, to arrive at that of the other: on one rank they are the
+        same. Returns before it has what to `wait` for."""
+        if len(self._splits_in) == 1:
+            return torch.cuda.current_stream().record_event() if incoming.is_cuda else None
+        there, here = incoming[: self.arriving], outgoing[: self.leaving]
+        return dist.all_to_all_single(there, here, self._splits_in, self._splits_out, async_op=True)
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """A buffer that is arriving; what is being sent is kept alive as long."""
+def wait(on_its_way: OnItsWay) -> None:
+    """Until what `Exchange.start` began is there; on CUDA the current stream waits, and not the host."""
+    if on_its_way is not None:
+        on_its_way.wait()
 
-    buffer: Tensor
-    work: dist.Work | None
-    outgoing: Tensor | None = None
 
-    def wait(self) -> Tensor:
-        """The flat buffer, once it may be used (on CUDA: by the current stream; the host does not wait)."""
-        if self.work is not None:
-            self.work.wait()
-        return self.buffer
+def elements(transfers: Iterable[Transfer]) -> int:
+    """How many there are in all rectangles."""
+    return sum(math.prod(t.region.size) for t in transfers)
 
 
 def split(buffer: Tensor, transfers: Sequence[Transfer]) -> list[Tensor]:
-    """The flat buffer as one view for each transfer, in its rectangle's shape."""
-    parts = buffer.split([_elements(t) for t in transfers]) if transfers else ()
+    """The beginning of a flat buffer as one view for each transfer, in its rectangle's shape."""
+    sizes = [elements([t]) for t in transfers]
+    parts = buffer[: sum(sizes)].split(sizes) if sizes else ()
     return [part.view(t.region.size) for part, t in zip(parts, transfers, strict=True)]
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, in few kernels."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
-
-
-def _elements(transfer: Transfer) -> int:
-    return math.prod(transfer.region.size)
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Of each pair the second into the first, in few kernels."""
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))

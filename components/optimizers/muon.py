@@ -5,6 +5,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from components.optimizers.bucket import Batch
 from components.optimizers.orthogonal import OrthogonalConfig, OrthogonalOptimizer
 from registry import register
 
@@ -16,6 +17,6 @@ class Muon(OrthogonalOptimizer):
 
     Config = OrthogonalConfig
 
-    def row_factors(self, position: int, x_Nmn: Tensor, scale: float) -> Tensor:
+    def row_factors(self, batch: Batch, x_Nmn: Tensor, scale: float) -> Tensor:
         """One factor for all rows: they keep their sizes."""
         return torch.full((len(x_Nmn), 1, 1), scale, dtype=self._wide, device=x_Nmn.device)

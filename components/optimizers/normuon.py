@@ -15,6 +15,7 @@ from torch import Tensor
 
 from components.kernels.even_rows.op import even_rows
 from components.optimizers.base import StateView
+from components.optimizers.bucket import Batch
 from components.optimizers.orthogonal import OrthogonalConfig, OrthogonalOptimizer
 from components.parameters import LogicalView, OwnedParameter
 from registry import register
@@ -41,20 +42,19 @@ class NorMuon(OrthogonalOptimizer):
 
     def __init__(self, config: Config, *, parameters: Sequence[OwnedParameter]):
         super().__init__(config, parameters=parameters)
-        self.row_second_moment = [
-            torch.zeros(len(b.mine), b.oriented[0], dtype=self._wide, device=self._device) for b in self.buckets
-        ]
+        self.row_second_moment = {
+            b: torch.zeros(len(b.mine), b.oriented[0], dtype=self._wide, device=self._device) for b in self.batches
+        }
 
-    def row_factors(self, position: int, x_Nmn: Tensor, scale: float) -> Tensor:
+    def row_factors(self, batch: Batch, x_Nmn: Tensor, scale: float) -> Tensor:
         """One over the root of each row's second moment, times what gives the matrix back the Frobenius norm it came
         with. Both norms follow from those of the rows."""
         norm_Nm = torch.linalg.vector_norm(x_Nmn, dim=-1, dtype=self._wide)
-        second_moment_Nm = self.row_second_moment[position]
+        second_moment_Nm = self.row_second_moment[batch]
         return even_rows(norm_Nm, second_moment_Nm, x_Nmn.shape[-1], self.config.beta2, scale)[..., None]
 
     def state_views(self) -> Iterator[StateView]:
         yield from super().state_views()
-        for bucket, second_moment_Nm in zip(self.buckets, self.row_second_moment, strict=True):
-            for number, row_m in zip(bucket.mine, second_moment_Nm, strict=True):
-                name = bucket.matrices[number].name
-                yield "row_second_moment", LogicalView(name, tuple(row_m.shape), (0,), row_m)
+        for batch, second_moment_Nm in self.row_second_moment.items():
+            for matrix, row_m in zip(batch.mine.values(), second_moment_Nm, strict=True):
+                yield "row_second_moment", LogicalView(matrix.name, tuple(row_m.shape), (0,), row_m)

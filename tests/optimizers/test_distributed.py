@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from components.optimizers import bucket
 from components.optimizers.roles import build_optimizers
 from tests.optimizers.recording import capture
 from tests.optimizers.small_model import NORMUON, built, configs, initialised, train
@@ -18,7 +19,8 @@ from tests.optimizers.small_model import NORMUON, built, configs, initialised, t
 DISTRIBUTIONS = ("round_robin", "unsorted", "balanced", "naive")
 LAYOUTS = ("rows", "columns", "replicated", "two meshes")
 CASES = [(d, "rows") for d in DISTRIBUTIONS] + [("naive", "replicated")] + [("round_robin", at) for at in LAYOUTS[1:]]
-RECORDED = [("round_robin", "rows"), ("naive", "replicated")]
+RECORDED = [("round_robin", "rows"), ("naive", "replicated"), ("round_robin", "two meshes")]
+HOW = {"recorded": 2**24, "recorded, a bucket a batch": 1}  # elements of a bucket
 RANKS = (1, 2, 4)
 STEPS = 3
 
@@ -79,9 +81,11 @@ def work(rank, ranks, folder):
     found = {(d, layout): observe(*build(d, layout), rank, ranks) for d, layout in CASES}
     found["bfloat16"] = observe(*build("balanced", "rows", "bfloat16"), rank, ranks)
     for case in RECORDED:
-        model, optimizer = build(*case)
-        optimizer.record(capture)
-        found["recorded", *case] = observe(model, optimizer, rank, ranks)
+        for how, elements in HOW.items():
+            bucket.BUCKET_ELEMENTS = elements
+            model, optimizer = build(*case)
+            optimizer.record(capture)
+            found[how, *case] = observe(model, optimizer, rank, ranks)
     torch.save(found, f"{folder}/{ranks}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -121,12 +125,16 @@ def test_bf16_newton_schulz_agrees_across_ranks_to_its_own_rounding(found, ranks
         assert (found[ranks][0]["bfloat16"][name] - tensor).norm() <= 1e-2 * tensor.norm(), name
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("case", RECORDED)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_the_owners_compute_recorded_is_bitwise_what_it_is_plain(found, ranks, case):
+def test_a_step_is_bitwise_the_same_recorded_or_plain_and_however_matrices_travel(found, ranks, case, how):
     for of_rank in found[ranks]:
         for name, tensor in of_rank[case].items():
-            assert torch.equal(of_rank["recorded", *case][name], tensor), name
+            if name.startswith("rms"):  # which is summed bucket by bucket
+                torch.testing.assert_close(of_rank[how, *case][name], tensor, rtol=1e-6, atol=0)
+            else:
+                assert torch.equal(of_rank[how, *case][name], tensor), name
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -165,12 +165,12 @@ def test_a_tensor_that_is_no_matrix_is_refused_by_its_logical_name(name):
         optimizer_of(model, name=name)
 
 
-def test_memory_bounded_buckets_compute_the_same(monkeypatch):
+def test_memory_bounded_batches_compute_the_same(monkeypatch):
     whole_model, optimizer = built(torch.float64, expert=NORMUON)
     train(whole_model, optimizer, range(2))
-    monkeypatch.setattr("components.optimizers.orthogonal.BUCKET_ELEMENTS", 35)
+    monkeypatch.setattr("components.optimizers.bucket.BATCH_ELEMENTS", 35)
     pieces, optimizer = built(torch.float64, expert=NORMUON)
     train(pieces, optimizer, range(2))
-    assert len(optimizer.groups["expert"].optimizer.buckets) == 3
+    assert len(optimizer.groups["expert"].optimizer.batches) == 3
     for a, b in zip(whole_model.parameters(), pieces.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)

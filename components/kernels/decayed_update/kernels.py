@@ -21,7 +21,7 @@ def decayed_update(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program updates one block of one tensor: `addresses` are those of the tensors, the rest is `blocks.Blocks`.
+    """A program updates one block of one part: `addresses` are those of the tensors, the rest is `blocks.Blocks`.
     ALIGNED: all of these are multiples of 16 bytes or 16 elements."""
     block = tl.program_id(0)
     start, size = tl.load(starts + block), tl.load(sizes + block)

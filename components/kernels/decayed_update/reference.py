@@ -7,16 +7,11 @@ from torch import Tensor
 
 
 def decayed_update_reference(
-    weights: Sequence[Tensor], update: Tensor, lr: float, decay: float, cautious: bool
+    weights: Sequence[Tensor], update: Sequence[Tensor], lr: float, decay: float, cautious: bool
 ) -> None:
-    """w <- w - lr (u + decay w), in place, the decay only where u w > 0 if `cautious`. `update` holds the u of all
-    weights one after another, flat, in any dtype; computed in the weights'."""
-    if not weights:
-        return
-    parts = [
-        u.view(w.shape)
-        for u, w in zip(update.to(weights[0].dtype).split([w.numel() for w in weights]), weights, strict=True)
-    ]
+    """w <- w - lr (u + decay w), in place, the decay only where u w > 0 if `cautious`. `update`: the u of each weight,
+    in its shape and any dtype; computed in the weights'."""
+    parts = [u.to(w.dtype) for u, w in zip(update, weights, strict=True)]
     if decay:
         kept = [w * (w * u > 0) for w, u in zip(weights, parts, strict=True)] if cautious else weights
         parts = torch._foreach_add(parts, list(kept), alpha=decay)

@@ -21,7 +21,7 @@ def momentum(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program updates one block of one tensor: `momenta` and `gradients` are the tensors' addresses, the rest is
+    """A program updates one block of one part: `momenta` and `gradients` are the tensors' addresses, the rest is
     `blocks.Blocks`. ALIGNED: all of these are multiples of 16 bytes or 16 elements."""
     block = tl.program_id(0)
     number, offset = tl.load(tensors + block), tl.load(offsets + block)

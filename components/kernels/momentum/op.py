@@ -5,35 +5,38 @@ from typing import final
 
 from torch import Tensor
 
-from components.kernels.blocks import BLOCK, Addresses, Blocks, dense
+from components.kernels.blocks import BLOCK, Addresses, Blocks, Part
 from components.kernels.momentum.kernels import momentum
 from components.kernels.momentum.reference import momentum_reference
 
 
 @final
 class Momentum:
-    """m <- kept m + (1 - kept) g for tensors of given sizes, each call on the same ones."""
+    """m <- kept m + (1 - kept) g for given parts of tensors, each call on the same ones."""
 
-    def __init__(self, sizes: Sequence[int]):
-        """`sizes`: elements of each tensor."""
-        self._blocks = Blocks(sizes)
+    def __init__(self, parts: Sequence[Part]):
+        self._blocks = Blocks(parts)
         self._momenta, self._gradients = Addresses(), Addresses()
 
     def __call__(
         self, momenta: Sequence[Tensor], gradients: Sequence[Tensor], rounded: Tensor, kept: float, nesterov: bool
     ) -> None:
-        """In place, and all of them one after another into the flat `rounded`, in its dtype: m, or where `nesterov`
-        looks a step ahead kept m + (1 - kept) g."""
-        if momenta and rounded.is_cuda and dense(momenta) and dense(gradients):
+        """In place, and each part into its place in the flat `rounded`, in its dtype: m, or where `nesterov` looks a
+        step ahead kept m + (1 - kept) g."""
+        blocks = self._blocks
+        if not blocks.parts:
+            return
+        if rounded.is_cuda and blocks.dense(momenta) and blocks.dense(gradients):
             self.launch(momenta, gradients, rounded, kept, nesterov)
         else:
-            momentum_reference(momenta, gradients, rounded, kept, nesterov)
+            m, g = blocks.views(momenta), blocks.views(gradients)
+            momentum_reference(m, g, blocks.beside(rounded, m), kept, nesterov)
 
     def launch(
         self, momenta: Sequence[Tensor], gradients: Sequence[Tensor], rounded: Tensor, kept: float, nesterov: bool
     ) -> None:
-        """The Triton form: fp32, each contiguous."""
-        table = self._blocks.table(rounded.device)
+        """The Triton form, for what is `Blocks.dense`."""
+        table = self._blocks.table(momenta)
         addresses = self._momenta.of(momenta), self._gradients.of(gradients)
         momentum(
             len(table[0]),

@@ -7,12 +7,9 @@ from torch import Tensor
 
 
 def momentum_reference(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], rounded: Tensor, kept: float, nesterov: bool
+    momenta: Sequence[Tensor], gradients: Sequence[Tensor], rounded: Sequence[Tensor], kept: float, nesterov: bool
 ) -> None:
-    """See `op.Momentum`; any dtypes."""
-    if not momenta:
-        return
+    """See `op.Momentum`, part by part; any dtypes."""
     torch._foreach_lerp_(list(momenta), list(gradients), 1 - kept)
     ahead = torch._foreach_lerp(list(momenta), list(gradients), 1 - kept) if nesterov else list(momenta)
-    parts = rounded.split([m.numel() for m in momenta])
-    torch._foreach_copy_([part.view(m.shape) for part, m in zip(parts, momenta, strict=True)], ahead)
+    torch._foreach_copy_(list(rounded), ahead)
