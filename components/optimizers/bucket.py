@@ -24,7 +24,6 @@ from components.optimizers.distribution import Owners, cost
 from components.optimizers.exchange import (
     Exchange,
     Holdings,
-    OnItsWay,
     Region,
     Transfer,
     copy_all,
@@ -137,14 +136,16 @@ class Bucket:
         """The parameters with parts in this bucket, of all of the role."""
         return [storages[parameter] for parameter in self._parameters]
 
-    def send_out(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor], kept: float, nesterov: bool) -> OnItsWay:
+    def send_out(
+        self, momenta: Sequence[Tensor], gradients: Sequence[Tensor], kept: float, nesterov: bool
+    ) -> dist.Work | None:
         """Average the gradients into the momenta, of all parameters of the role; what is to be orthogonalised goes to
         the owners."""
         self._momentum(self._of(momenta), self._of(gradients), self.held, kept, nesterov)
         copy_all(self._repeats)
         return self.outward.start(self.held, self.owned)
 
-    def send_home(self) -> OnItsWay:
+    def send_home(self) -> dist.Work | None:
         """What was `put_back` goes to those who hold it."""
         return self.homeward.start(self.owned, self.held)
 

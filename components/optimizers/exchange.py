@@ -33,7 +33,6 @@ class Transfer(NamedTuple):
     region: Region
 
 
-OnItsWay = dist.Work | torch.cuda.Event | None  # what is waited for; None: it is there
 Holdings = Sequence[Region | None]  # what each rank holds of one matrix
 
 
@@ -70,19 +69,19 @@ class Exchange:
         self._splits_in = [elements(t for t in self.received if t.source == r) for r in range(ranks)]
         self.leaving, self.arriving = sum(self._splits_out), sum(self._splits_in)  # elements
 
-    def start(self, outgoing: Tensor, incoming: Tensor) -> OnItsWay:
-        """Send what is at the beginning of one flat buffer, to arrive at that of the other: on one rank they are the
-        same. Returns before it has what to `wait` for."""
+    def start(self, outgoing: Tensor, incoming: Tensor) -> dist.Work | None:
+        """Send what is at the beginning of one flat buffer, to arrive at that of the other. Returns before it has what
+        to `wait` for: None on one rank, where both are one buffer."""
         if len(self._splits_in) == 1:
-            return torch.cuda.current_stream().record_event() if incoming.is_cuda else None
+            return None
         there, here = incoming[: self.arriving], outgoing[: self.leaving]
         return dist.all_to_all_single(there, here, self._splits_in, self._splits_out, async_op=True)
 
 
-def wait(on_its_way: OnItsWay) -> None:
-    """Until what `Exchange.start` began is there; on CUDA the current stream waits, and not the host."""
-    if on_its_way is not None:
-        on_its_way.wait()
+def wait(work: dist.Work | None) -> None:
+    """For what `Exchange.start` began; on CUDA the current stream does, not the host."""
+    if work is not None:
+        work.wait()
 
 
 def elements(transfers: Iterable[Transfer]) -> int:

@@ -6,16 +6,15 @@ N matrices of one shape, m output neurons, n inputs. A step, for every logical m
     the shards -> weight decay and update
 
 Matrices of one shape and layout form a batch: one batched Newton-Schulz. Batches form buckets: one launch for the
-momenta, one exchange each way, one launch for the weights. While a bucket is computed, others are under way. On one
-rank nothing moves, but what would travel is rounded as if it did, so that any number of ranks computes the same.
+momenta, one exchange each way, one launch for the weights. While a bucket is computed, the next one's momentum and the
+last one's update are under way. On one rank nothing moves, but what would travel is rounded as if it did, so that any
+number of ranks computes the same.
 
 Storage is not meaning: folded projections and folded experts are orthogonalised logical matrix by logical matrix, and
 the rows of a (in, out) layout are its columns.
 
 A step reads and writes as little as it can: momentum is met once, what is done to rows is worked out on their norms and
-is one factor a row, and the weights are met once. On CUDA the products run on a stream of their own: they are bound by
-arithmetic and leave multiprocessors idle at their ends, where the passes over momenta and weights, bound by memory, and
-the exchanges find their place.
+is one factor a row, and the weights are met once.
 
 What an owner computes between the exchanges can be recorded as CUDA graphs, one a bucket. They read and write buffers
 and row statistics of the optimizer's own, so they ask nothing of a plan: weights and gradients may lie anywhere, and
@@ -27,9 +26,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from components.kernels.newton_schulz.op import newton_schulz, scale
@@ -37,7 +38,7 @@ from components.optimizers import base
 from components.optimizers.base import Capture, RoleOptimizer, StateView
 from components.optimizers.bucket import Batch, Bucket, buckets_of, matrices_of
 from components.optimizers.distribution import PLANS, LoadReport, load_report
-from components.optimizers.exchange import OnItsWay, wait
+from components.optimizers.exchange import wait
 from components.optimizers.stopwatch import Stopwatch
 from components.parameters import OwnedParameter
 
@@ -78,8 +79,7 @@ class OrthogonalOptimizer(RoleOptimizer):
         self.load: LoadReport = load_report(config.distribution, [m.shape for m in matrices], base.ranks())
         self.orthogonalising = Stopwatch(self._device)  # of the steps that are measured, waits for others left out
         self._momenta = [base.local(m) for m in self.momentum]
-        self._products = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
-        self._compute = [partial(self._orthogonalise, bucket) for bucket in self.buckets]  # until they are recorded
+        self._orthogonalise = [partial(self._orthogonalised, bucket) for bucket in self.buckets]
 
     @property
     def batches(self) -> list[Batch]:
@@ -95,9 +95,7 @@ class OrthogonalOptimizer(RoleOptimizer):
     def step(self, lr: float, steps: int, measure: bool) -> Tensor | None:
         gradients, weights, c = self.gradients(), self.weights(), self.config
         squares = torch.zeros((), device=self._device)
-        leaving = [b.send_out(self._momenta, gradients, c.momentum, c.nesterov) for b in self.buckets]
-        for bucket, returning in zip(self.buckets, self._orthogonalise_all(leaving, measure), strict=True):
-            wait(returning)
+        for bucket in self._updated(gradients, measure):
             if measure:
                 norm = torch.linalg.vector_norm(bucket.update, dtype=self._wide)
                 squares += norm.square() * (lr**2 / bucket.copies)
@@ -113,21 +111,32 @@ class OrthogonalOptimizer(RoleOptimizer):
             bucket.owned.zero_()
         # Row statistics are zero yet, and stay so where nothing but zeros is orthogonalised.
         mine = [i for i, bucket in enumerate(self.buckets) if bucket.batches]
-        for i, replay in zip(mine, capture([self._compute[i] for i in mine]), strict=True):
-            self._compute[i] = replay
+        replays = capture([self._orthogonalise[i] for i in mine])
+        for i, replay in zip(mine, replays, strict=True):
+            self._orthogonalise[i] = replay
 
-    def _orthogonalise_all(self, leaving: Sequence[OnItsWay], measure: bool) -> list[OnItsWay]:
-        """Every bucket, as it arrives from `leaving`; their updates are on the way home then."""
-        returning = []
-        with torch.cuda.stream(self._products):
-            for bucket, arriving, compute in zip(self.buckets, leaving, self._compute, strict=True):
-                wait(arriving)
-                with self.orthogonalising.running(measure):
-                    compute()
-                returning.append(bucket.send_home())
-        return returning
+    def _updated(self, gradients: list[Tensor], measure: bool) -> Iterator[Bucket]:
+        """Each bucket once its update came home. While one is computed, the next goes out and the last comes home."""
+        leaving = self._send(self.buckets[0], gradients)
+        previous: tuple[Bucket, dist.Work | None] | None = None
+        for bucket, following, compute in zip_longest(self.buckets, self.buckets[1:], self._orthogonalise):
+            wait(leaving)
+            if following is not None:
+                leaving = self._send(following, gradients)
+            with self.orthogonalising.running(measure):
+                compute()
+            returning = bucket.send_home()
+            if previous is not None:
+                wait(previous[1])
+                yield previous[0]
+            previous = bucket, returning
+        wait(previous[1])
+        yield previous[0]
 
-    def _orthogonalise(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket, gradients: list[Tensor]) -> dist.Work | None:
+        return bucket.send_out(self._momenta, gradients, self.config.momentum, self.config.nesterov)
+
+    def _orthogonalised(self, bucket: Bucket) -> None:
         """From the parts of a bucket's matrices that arrived to those of the matrices' updates, where they were."""
         stacks = bucket.stacks()  # of all batches, before the first update goes where another's parts arrived
         for batch, stack in zip(bucket.batches, stacks, strict=True):
