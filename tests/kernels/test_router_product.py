@@ -44,19 +44,25 @@ def check_triton(N, D, E, dtype):
     for found, wanted, kept in zip(results, in_float64(x, weight, dy), dtypes, strict=True):
         assert found.dtype == kept
         error = (found.double() - wanted).norm() / wanted.norm()
-        assert error < (6e-3 if kept == torch.bfloat16 else 1e-6)  # products of TF32 err by 2e-4
+        assert error < (4e-3 if kept.itemsize == 2 else 5e-6)  # products of TF32 err by 2e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_triton_form_is_exact_to_fp32_whatever_the_dtype_of_the_tokens(sizes, dtype):
+def test_the_triton_form_gives_the_same(sizes):
+    check_triton(*sizes, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # products that the interpreter does not do right
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_triton_form_gives_the_same_from_short_dtypes(sizes, dtype):
     check_triton(*sizes, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tf32", [False, True])
-def test_the_triton_form_is_exact_at_the_primarys_size_also_where_tf32_is_allowed(dtype, tf32):
+def test_the_triton_form_gives_the_same_at_the_primarys_size_also_where_tf32_is_allowed(dtype, tf32):
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, tf32
     try:
         check_triton(16384, 896, 16, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from components.kernels.rotation import kernels
 from components.kernels.rotation.reference import joint_gradient_reference
 
-ROWS, COLUMNS, WARPS = 16, 256, 4  # a program's tile, and who works on it
+ROWS, COLUMNS, WARPS = 8, 256, 4  # a program's tile, and who works on it
 
 
 def joint_gradient(
@@ -50,9 +50,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _tile(K: int, r: int) -> dict[str, int]:
-    groups, group = triton.next_power_of_2(triton.cdiv(K, r)), triton.next_power_of_2(r)
-    heads = max(1, COLUMNS // (groups * group))
-    return {"K": K, "r": r, "ROWS": ROWS, "HEADS": heads, "GROUPS": groups, "GROUP": group}
+    sets, pairs = triton.next_power_of_2(triton.cdiv(K, 2 * r)), triton.next_power_of_2(r)
+    heads = max(1, COLUMNS // (sets * 2 * pairs))
+    return {"K": K, "r": r, "ROWS": ROWS, "HEADS": heads, "SETS": sets, "PAIRS": pairs}
 
 
 # Defined by its schema: what `torch.library.custom_op` checks at every call takes longer than the launch.

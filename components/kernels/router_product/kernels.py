@@ -1,6 +1,7 @@
-"""The product of many rows with few columns, and its gradients, in exact fp32. Shapes: N tokens, D width, E experts.
+"""The product of many rows with few columns, and its gradients, to fp32. Shapes: N tokens, D width, E experts.
 
-All tensors are contiguous. x may be bf16 or fp16: it becomes fp32 in registers.
+All tensors are contiguous. An fp32 number is the sum of three of bf16, so a product of bf16 by fp32 is three of bf16,
+each exact, for tensor cores that sum in fp32. What is not bf16 becomes fp32 in registers and is multiplied there.
 """
 
 import triton
@@ -14,9 +15,8 @@ def product(x, weight, y, N, D, E, BN: tl.constexpr, BD: tl.constexpr, BE: tl.co
     total = tl.zeros((BN, BE), tl.float32)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        x_ND = _tile(x, n, d, N, D)
         weight_DE = tl.load(weight + e[None, :] * D + d[:, None], (e[None, :] < E) & (d[:, None] < D), other=0.0)
-        total = tl.dot(x_ND, weight_DE, total, input_precision="ieee")
+        total = _plus_product(total, _tile(x, n, d, N, D), weight_DE)
     tl.store(y + n[:, None] * E + e[None, :], total, (n[:, None] < N) & (e[None, :] < E))
 
 
@@ -27,7 +27,7 @@ def input_gradient(dy, weight, dx, N, D, E, BN: tl.constexpr, BD: tl.constexpr, 
     total = tl.zeros((BN, BD), tl.float32)
     for start in range(0, E, BE):
         e = start + tl.arange(0, BE)
-        total = tl.dot(_tile(dy, n, e, N, E), _tile(weight, e, d, E, D), total, input_precision="ieee")
+        total = _plus_product(total, _tile(dy, n, e, N, E), _tile(weight, e, d, E, D))
     tl.store(dx + n[:, None] * D + d[None, :], total.to(dx.dtype.element_ty), (n[:, None] < N) & (d[None, :] < D))
 
 
@@ -35,13 +35,26 @@ def input_gradient(dy, weight, dx, N, D, E, BN: tl.constexpr, BD: tl.constexpr, 
 def weight_gradient(dy, x, shares, N, D, E, ROWS, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
     """A program takes BD columns and BE experts of the share of ROWS tokens; `shares` is (shares, E, D)."""
     share, d, e = tl.program_id(0), _block(1, BD), _block(2, BE)
-    total = tl.zeros((BE, BD), tl.float32)
+    total = tl.zeros((BD, BE), tl.float32)
     for start in range(0, ROWS, BN):
         n = share.to(tl.int64) * ROWS + start + tl.arange(0, BN)
-        dy_EN = tl.load(dy + n[None, :] * E + e[:, None], (n[None, :] < N) & (e[:, None] < E), other=0.0)
-        total = tl.dot(dy_EN, _tile(x, n, d, N, D), total, input_precision="ieee")
+        x_DN = tl.load(x + n[None, :] * D + d[:, None], (n[None, :] < N) & (d[:, None] < D), other=0.0)
+        total = _plus_product(total, x_DN, _tile(dy, n, e, N, E))
     mine = shares + share.to(tl.int64) * E * D
-    tl.store(mine + e[:, None] * D + d[None, :], total, (e[:, None] < E) & (d[None, :] < D))
+    tl.store(mine + e[None, :] * D + d[:, None], total, (e[None, :] < E) & (d[:, None] < D))
+
+
+@triton.jit
+def _plus_product(total, x, exact):
+    """total + x @ exact, of which `exact` is fp32."""
+    if x.dtype == tl.bfloat16:
+        high = exact.to(tl.bfloat16)
+        rest = exact - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low, total)))
+    else:
+        return tl.dot(x.to(tl.float32), exact, total, input_precision="ieee")
 
 
 @triton.jit
@@ -51,6 +64,6 @@ def _block(axis: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _tile(x, row, column, R, C):
-    """Of a contiguous (R, C), in fp32, zero outside."""
+    """Of a contiguous (R, C), zero outside."""
     inside = (row[:, None] < R) & (column[None, :] < C)
-    return tl.load(x + row[:, None] * C + column[None, :], inside, other=0.0).to(tl.float32)
+    return tl.load(x + row[:, None] * C + column[None, :], inside, other=0.0)
