@@ -1,7 +1,7 @@
 """The gradient of a joint projection: a program writes a tile of rows and columns of one of its three pieces.
 
 Shapes: N rows, K head width, r pairs of features that rotate, the first 2r of a head. A tile has whole heads, in sets
-of r pairs of which the first rotates. A thread loads a set or part of one at once and takes its pairs apart in registers.
+of r pairs of which the first rotates. A thread loads a set, or part of one, at once and takes pairs apart in registers.
 """
 
 import triton
