@@ -27,6 +27,8 @@ class Launch(ABC):
         self.B, self.T, self.H, self.V = x.v_BTHV.shape
         self.G, self.K = x.q_BTGK.shape[2:]
         self.BK = padded(self.K)
+        self.q_stride, self.k_stride = x.q_BTGK.stride(1), x.k_BTGK.stride(1)
+        self.v_stride, self.a_stride, self.b_stride = (y.stride(1) for y in (x.v_BTHV, x.a_BTH, x.b_BTH))
         self.packed = x.starts_L1 is not None
         self.documents = len(x.starts_L1) - 1 if self.packed else self.B
         self.tokens = self.B * self.T
@@ -102,7 +104,7 @@ class Launch(ABC):
         """`strides` of a chunk, a token and a vector."""
         tiles.gates(
             self.over_gates, x.a_BTH, x.b_BTH, x.A_log_H, x.dt_bias_H, vectors, *where,
-            x.a_BTH.stride(1), x.b_BTH.stride(1), **self.gated,
+            self.a_stride, self.b_stride, **self.gated,
             CHUNK=strides[0], TOKEN=strides[1], VECTOR=strides[2], num_warps=1, known=known,
         )  # fmt: skip
 

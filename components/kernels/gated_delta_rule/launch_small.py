@@ -75,12 +75,12 @@ class SmallHeadsLaunch(Launch):
         self.gates(x, vectors, (4 * self.C, 4, 1), where, known)
         parts = self.L // (self.C * config.chunks_per_program)
         kernels.chunk_matrices(
-            self.over_slots * parts, q, k, TP, vectors, scales, *where, x.scale, q.stride(1), k.stride(1), **self.sizes,
-            LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
+            self.over_slots * parts, q, k, TP, vectors, scales, *where, x.scale, self.q_stride, self.k_stride,
+            **self.sizes, LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
             STAGES=config.matrix_stages, known=known,
         )  # fmt: skip
         kernels.segment_summaries(
-            self.over_slots, k, v, TP, scales, states, M, *where, k.stride(1), v.stride(1),
+            self.over_slots, k, v, TP, scales, states, M, *where, self.k_stride, self.v_stride,
             **self.sizes, **self.values, STAGES=config.summary_stages, known=known,
         )  # fmt: skip
         kernels.scan_forward(
@@ -89,7 +89,7 @@ class SmallHeadsLaunch(Launch):
         )  # fmt: skip
         kernels.outputs(
             self.over_slots, q, k, v, TP, scales, states, initial, o, final, *where,
-            q.stride(1), k.stride(1), v.stride(1),
+            self.q_stride, self.k_stride, self.v_stride,
             **self.sizes, **self.values, INITIAL=has_initial, FINAL=return_state, STAGES=config.output_stages,
             known=known,
         )  # fmt: skip
@@ -112,19 +112,20 @@ class SmallHeadsLaunch(Launch):
         ])  # fmt: skip
         walk = {**self.sizes, **self.values, "known": known}
         kernels.segment_gradients(
-            self.over_slots, q, k, do, TP, scales, R, dfinal, *where, q.stride(1), k.stride(1), **walk,
+            self.over_slots, q, k, do, TP, scales, R, dfinal, *where, self.q_stride, self.k_stride, **walk,
             FINAL=dfinal_LHKV is not None, STAGES=config.reverse_stages,
         )  # fmt: skip
         kernels.scan_backward(self.over_scans, R, M, where[0], self.T, **self.scans, known=known)
         kernels.chunk_states(
-            self.over_slots, k, v, TP, scales, states, initial, SU, *where, k.stride(1), v.stride(1), **walk,
+            self.over_slots, k, v, TP, scales, states, initial, SU, *where, self.k_stride, self.v_stride, **walk,
             INITIAL=has_initial, STAGES=config.state_stages,
         )  # fmt: skip
         dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients(x)
         dinitial = torch.empty_like(initial) if has_initial else None
         kernels.gradients(
-            self.over_slots, q, k, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta, given(dinitial, do),
-            *where, x.scale, q.stride(1), k.stride(1), **(walk | {"num_warps": config.gradient_warps}),
+            self.over_slots, q, k, q, k, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta,
+            given(dinitial, do), *where, x.scale, self.q_stride, self.k_stride,
+            **(walk | {"num_warps": config.gradient_warps}),
             INITIAL=has_initial, FINAL=dfinal_LHKV is not None, STAGES=config.gradient_stages,
         )  # fmt: skip
         kernels.gate_gradients(

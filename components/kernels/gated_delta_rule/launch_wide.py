@@ -71,12 +71,12 @@ class WideHeadsLaunch(Launch):
         self.gates(x, vectors, (6 * self.C, 1, self.C), where, known)
         kernels.chunk_maps(
             self.over_chunks, q, k, TP, vectors, M, keys, queries, values, *where, x.scale,
-            q.stride(1), k.stride(1), **self.sizes, **self.heads, LEVELS=self.C.bit_length() - 1, IT=self.inverse_dtype,
-            num_warps=config.chunk_warps, known=known,
+            self.q_stride, self.k_stride, **self.sizes, **self.heads, LEVELS=self.C.bit_length() - 1,
+            IT=self.inverse_dtype, num_warps=config.chunk_warps, known=known,
         )  # fmt: skip
         kernels.outputs(
             self.over_sequences, v, M, keys, queries, values, vectors, initial, o, final, where[0], self.T,
-            v.stride(1), **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None, FINAL=return_state,
+            self.v_stride, **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None, FINAL=return_state,
             STAGES=config.output_stages, num_warps=config.sweep_warps, known=known,
         )  # fmt: skip
         return o, final, buffer
@@ -101,7 +101,7 @@ class WideHeadsLaunch(Launch):
         walk = {"STAGES": config.sweep_stages, "num_warps": config.sweep_warps, **self.sizes, **self.swept}
         walk["known"] = known
         kernels.states_before(
-            self.over_sequences, v, M, keys, vectors, initial, states, where[0], self.T, v.stride(1),
+            self.over_sequences, v, M, keys, vectors, initial, states, where[0], self.T, self.v_stride,
             **walk, INITIAL=dinitial is not None,
         )  # fmt: skip
         kernels.state_gradients_after(
@@ -111,11 +111,11 @@ class WideHeadsLaunch(Launch):
         sizes = {**self.sizes, **self.heads, "num_warps": config.chunk_warps, "known": known}
         kernels.query_gradients(
             self.over_chunks, q, k, v, do, TP, vectors, states, dv, dPD, sums, dq, *where, x.scale,
-            q.stride(1), k.stride(1), v.stride(1), **sizes, **self.queried, STAGES=config.query_stages,
+            self.q_stride, self.k_stride, self.v_stride, **sizes, **self.queried, STAGES=config.query_stages,
         )  # fmt: skip
         kernels.key_gradients(
             self.over_chunks, q, k, do, TP, vectors, states, dstates, dPD, sums, dk, dv, da, db, shares, *where,
-            q.stride(1), k.stride(1), self.n_slots, **sizes, **self.keyed, STAGES=config.key_stages,
+            self.q_stride, self.k_stride, self.n_slots, **sizes, **self.keyed, STAGES=config.key_stages,
         )  # fmt: skip
         self.reduce_shares(shares, dA_log, ddt_bias, known)
         return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial

@@ -447,7 +447,7 @@ def _query_gradients(
 
 @triton.jit
 def _key_gradients(
-    dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_CK, k_CK, D, rk, after, eye, row, column,
+    dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_CK, k_CK, k_again_CK, D, rk, after, eye, row, column,
     CT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk (C by K), what dG takes of it, u, and beta^2 dbeta = U . dX."""
@@ -456,11 +456,11 @@ def _key_gradients(
     U_dX = _diagonal(Y, row, column)
     Y = tl.where(row > column, Y * (D * -rk[:, None]), 0.0).to(CT)
     dk += dot(Y, k_CK, CT, PRECISION)
-    kf = dot(eye, k_CK, CT, PRECISION)
+    kf = dot(eye, k_again_CK, CT, PRECISION)
     asking = tl.sum(kf * dk, 1)  # k . dk of the key that asks what is there; the rest is of the key that is kept
     dk += after[:, None] * dot(U_CV, _through_shared(dSc), CT, PRECISION)
     u = tl.sum(kf * dk, 1) - asking  # the last token adds the sum of just these, so that they cancel
-    dk += dot(tl.trans(Y), k_CK, CT, PRECISION)
+    dk += dot(tl.trans(Y), k_again_CK, CT, PRECISION)
     dk += dot(tl.trans(Z), q_CK, CT, PRECISION)
     k_dk = tl.sum(kf * dk, 1)
     return dk - kf * (k_dk * rk * rk)[:, None], 2 * asking - k_dk, u, U_dX
@@ -469,14 +469,16 @@ def _key_gradients(
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def gradients(
-    q, k, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta, dinitial, cu, slots, T, scale, q_stride, k_stride,
+    q, k, q_again, k_again, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta, dinitial,
+    cu, slots, T, scale, q_stride, k_stride,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
     CT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one segment, and of every token dG (the last of a chunk with what all take) and beta^2 dbeta.
 
-    dq and dk are per value head (summed over groups outside). The order of products is one that fits the registers."""
+    dq and dk are per value head (summed over groups outside). The order of products is one that fits the registers.
+    q and k come twice, for as a part of one product they lie in other lanes than in another."""
     pid = _last_first()
     h, slot = pid % H, pid // H
     start, stop, document, begin, end = segment_bounds(slot, cu, slots, T, L, PACKED)
@@ -488,6 +490,8 @@ def gradients(
     first = start.to(tl.int64)
     q += first * q_stride + h // GROUP * K
     k += first * k_stride + h // GROUP * K
+    q_again += first * q_stride + h // GROUP * K
+    k_again += first * k_stride + h // GROUP * K
     do += first * H * V + h * V
     dq += first * H * K + h * K
     dk += first * H * K + h * K
@@ -528,16 +532,19 @@ def gradients(
         dX_CV, before_dX_CV = dX.to(CT), (dX * -before[:, None]).to(CT)
         tl.store(tile(dv, t - start, H * V, oc, ov), dX_CV, mask=here & inside_V)
 
+        k_again_CK = tl.load(tile(k_again, t - start, k_stride, oc, ok), mask=here & inside_K, other=0.0)
+        q_again_CK = tl.load(tile(q_again, t - start, q_stride, oc, ok), mask=here & inside_K, other=0.0)
         dk_CK, k_dG, u, U_dX = _key_gradients(
-            dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_CK, k_CK, D, rk, after, eye, row, column, CT, PRECISION
-        )
+            dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_again_CK, k_CK, k_again_CK, D, rk, after, eye, row, column,
+            CT, PRECISION,
+        )  # fmt: skip
         tl.store(tile(dk, t - start, H * K, oc, ok), dk_CK.to(dk.dtype.element_ty), mask=here & inside_K)
         S_dS = tl.where(o16[:, None] == o16[None, :], _inner_products(S_VK, dSc, CT, PRECISION), 0.0)
         whole = gamma * tl.sum(S_dS) + tl.sum(u, 0)
         tl.store(dG + chunk * C + oc, q_dq + k_dG + tl.where(oc == C - 1, whole, 0.0))
         tl.store(beta2_dbeta + chunk * C + oc, U_dX)
-        dS = gamma * dS + dot(tl.trans(before_do_CV), q_CK, CT, PRECISION)
-        dS += dot(tl.trans(before_dX_CV), k_CK, CT, PRECISION)
+        dS = gamma * dS + dot(tl.trans(before_do_CV), q_again_CK, CT, PRECISION)
+        dS += dot(tl.trans(before_dX_CV), k_again_CK, CT, PRECISION)
         gamma = next_gamma
     if INITIAL and start == begin:
         inside = (ov < V)[:, None] & (ok < K)[None, :]

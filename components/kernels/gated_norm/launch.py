@@ -6,7 +6,7 @@ from torch import Tensor
 
 from components.kernels.gated_norm import kernels
 
-# Elements of a tile, warps, and of backward the most programs: six on each SM of an H200 fit. By a sweep (docs/kernels.md).
+# Elements of a tile, warps, and of backward the most programs: six on each SM of an H200 fit (docs/kernels.md).
 FORWARD_TILE, FORWARD_WARPS = 2048, 4
 BACKWARD_TILE, BACKWARD_WARPS, BACKWARD_PROGRAMS = 1024, 4, 792
 
