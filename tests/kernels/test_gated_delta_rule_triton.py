@@ -1,8 +1,9 @@
 """The Triton form of the gated delta rule against the chunked PyTorch form in float64.
 
-Without a GPU the kernels run in Triton's interpreter, in float32 (its bfloat16 is unreliable) and at small sizes; the
-marked tests need a GPU and go through the op. Tolerances: relative L2 errors of one rounding to bfloat16 at a few
-places in a chain (0.4% measured; 0.5% for outputs and 1.5% for gradients allowed), 1e-5 in float32.
+Without a GPU the kernels run in Triton's interpreter at small sizes, in float32, and where rounding is what is tested
+with operands in float16 (its bfloat16 is unreliable); the marked tests need a GPU and go through the op. Tolerances:
+relative L2 errors of one rounding to bfloat16 at a few places in a chain (0.4% measured; 0.5% for outputs and 1.5% for
+gradients allowed), 1e-5 in float32.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import itertools
 
 import pytest
 import torch
+import triton.language as tl
 
 from components.kernels.gated_delta_rule import chunk, gated_delta_rule, op
 from components.kernels.gated_delta_rule.chunk import Inputs
@@ -150,6 +152,34 @@ def test_a_chunk_without_a_kernel_is_refused_with_those_that_have_one():
         with pytest.raises(ValueError, match=f"chunk = {refused}: heads of .* {K} .* {V} have kernels .* {offered} "):
             choose(K, V, chunk=refused)
     assert choose(32, 32, chunk=16) == choose(32, 32) and choose(64, 128, chunk=64) == choose(64, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithHalfOperands:
+    """A form whose products take float16 operands instead of bfloat16: three bits more, and rounded in the interpreter
+    as on a GPU."""
+
+    form: SmallHeads | WideHeads
+
+    def launch(self, x):
+        launch = self.form.launch(x)
+        launch.compute_dtype = torch.float16
+        for shared in (launch.numbers, launch.sizes):
+            shared["CT"] = tl.float16
+        return launch
+
+
+FORMS = {"small": SMALL, "small, chunks of 32": dataclasses.replace(SMALL, chunk=32), "wide": WIDE}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("T", "initial"), [(1, False), (16, True), (17, False)])
+def test_rounded_operands_cost_no_more_than_their_rounding(form, T, initial):
+    """An eighth of what bfloat16 is allowed on the GPU. Without a state before it, a first token's decay has no
+    gradient, and what is summed for it has to cancel."""
+    x = inputs(1, T, 1, 2, 16, 16, initial=initial, dtype=torch.float16)
+    do, dstate = upstream(x)
+    check(x, run(x, do, dstate, WithHalfOperands(FORMS[form])), exact(x, do, dstate), 0.005 / 8, 0.015 / 8)
 
 
 def log_decays(name, T):

@@ -450,7 +450,7 @@ def _key_gradients(
     dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_CK, k_CK, D, rk, after, eye, row, column,
     CT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk (C by K), what dG takes of it, and beta^2 dbeta = U . dX."""
+    """dk (C by K), what dG takes of it, u, and beta^2 dbeta = U . dX."""
     dk = dot(before_dX_CV, S_VK, CT, PRECISION)
     Y = dot(dX_CV, U_VC, CT, PRECISION)
     U_dX = _diagonal(Y, row, column)
@@ -459,10 +459,11 @@ def _key_gradients(
     kf = dot(eye, k_CK, CT, PRECISION)
     asking = tl.sum(kf * dk, 1)  # k . dk of the key that asks what is there; the rest is of the key that is kept
     dk += after[:, None] * dot(U_CV, _through_shared(dSc), CT, PRECISION)
+    u = tl.sum(kf * dk, 1) - asking  # the last token adds the sum of just these, so that they cancel
     dk += dot(tl.trans(Y), k_CK, CT, PRECISION)
     dk += dot(tl.trans(Z), q_CK, CT, PRECISION)
     k_dk = tl.sum(kf * dk, 1)
-    return dk - kf * (k_dk * rk * rk)[:, None], 2 * asking - k_dk, U_dX
+    return dk - kf * (k_dk * rk * rk)[:, None], 2 * asking - k_dk, u, U_dX
 
 
 @Kernel
@@ -520,7 +521,6 @@ def gradients(
         tl.store(tile(dq, t - start, H * K, oc, ok), dq_CK.to(dq.dtype.element_ty), mask=here & inside_K)
 
         dU = after[:, None] * dot(k_CK, _transposed(dSc), CT, PRECISION)
-        whole = _inner_products(U_CV, dU, CT, PRECISION)
         matrices = TP + chunk * (2 * C * C) + row * C + column
         T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
         dU += dot(P_CC, do_CV, CT, PRECISION)
@@ -528,12 +528,12 @@ def gradients(
         dX_CV, before_dX_CV = dX.to(CT), (dX * -before[:, None]).to(CT)
         tl.store(tile(dv, t - start, H * V, oc, ov), dX_CV, mask=here & inside_V)
 
-        dk_CK, k_dG, U_dX = _key_gradients(
+        dk_CK, k_dG, u, U_dX = _key_gradients(
             dX_CV, before_dX_CV, S_VK, dSc, U_CV, U_VC, Z, q_CK, k_CK, D, rk, after, eye, row, column, CT, PRECISION
         )
         tl.store(tile(dk, t - start, H * K, oc, ok), dk_CK.to(dk.dtype.element_ty), mask=here & inside_K)
-        whole += gamma * _inner_products(S_VK, dSc, CT, PRECISION)
-        whole = tl.sum(tl.where(o16[:, None] == o16[None, :], whole, 0.0))
+        S_dS = tl.where(o16[:, None] == o16[None, :], _inner_products(S_VK, dSc, CT, PRECISION), 0.0)
+        whole = gamma * tl.sum(S_dS) + tl.sum(u, 0)
         tl.store(dG + chunk * C + oc, q_dq + k_dG + tl.where(oc == C - 1, whole, 0.0))
         tl.store(beta2_dbeta + chunk * C + oc, U_dX)
         dS = gamma * dS + dot(tl.trans(before_do_CV), q_CK, CT, PRECISION)
