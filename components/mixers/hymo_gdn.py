@@ -76,6 +76,10 @@ class HymoGDN(nn.Module):
         def rotation(self) -> tuple[int, float] | None:
             return (self.rotary_dim, self.rope_theta) if self.rope else None
 
+        def turns(self, what: str) -> bool:
+            """Whether "qk" or "v" rotate."""
+            return self.rope and self.rope_on == what
+
         @property
         def state_HKV(self) -> tuple[int, int, int]:
             return (self.heads, self.state_dim, self.head_dim)
@@ -115,25 +119,30 @@ class HymoGDN(nn.Module):
 
     def forward(self, x_BTD: Tensor, ctx: Context, cache: RecurrentCache | None = None) -> tuple[Tensor, Aux]:
         c = self.config
-        u_BTI, skip_BTD, conv_BWI = convolve(F.linear(x_BTD, self.in_skip), self.conv, ctx, cache)
-        k, q, v, gate_BTI = self._project(u_BTI, ctx)
-        a_BTH, b_BTH = F.linear(u_BTI, self.dt_beta).chunk(2, -1)
-        y_BTI, state = self.recurrence(q, k, v, a_BTH, b_BTH, gate_BTI, self.norm, ctx, cache)
+        joint, uses = F.linear(x_BTD, self.in_skip), 3 if c.turns("v") else 4
+        u_BTI, same_u_BTI, *values, skip_BTD, conv_BWI = convolve(joint, self.conv, ctx, cache, uses)
+        k, q, gate_BTI = self._project(u_BTI, ctx)
+        a_BTH, b_BTH = F.linear(same_u_BTI, self.dt_beta).chunk(2, -1)
+        v, v_skip = self._values(values, ctx)
+        y_BTI, state = self.recurrence(q, k, v, a_BTH, b_BTH, gate_BTI, self.norm, ctx, cache, v_skip)
         if cache is not None:
             cache.advance(state, conv_BWI, x_BTD.shape[1])
         y_BTD = F.linear(y_BTI, self.out)
         return (y_BTD + skip_BTD if c.skip else y_BTD), {}
 
-    def _project(self, u_BTI: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, queries and values by head, rotated as the recipe says, and the gate."""
-        c, joint = self.config, F.linear(u_BTI, self.k_q_gate)
-        angles = None if c.rotation is None else angles_in(ctx, c.rotation)
-        turned, width = angles if c.rope_on == "qk" else None, c.heads * c.state_dim
-        k, q, gate_BTI = split_last(joint, (width, width, c.inner), turned, c.state_dim)
-        k, q, v = (x.unflatten(-1, (c.heads, -1)) for x in (k, q, u_BTI))
-        if angles is not None and c.rope_on == "v":
-            v = rotate(v, angles)
-        return k, q, v, gate_BTI
+    def _project(self, u_BTI: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and queries by head, rotated if the recipe says so, and the gate."""
+        c = self.config
+        joint, width = F.linear(u_BTI, self.k_q_gate), c.heads * c.state_dim
+        angles = angles_in(ctx, c.rotation) if c.turns("qk") else None
+        k, q, gate_BTI = split_last(joint, (width, width, c.inner), angles, c.state_dim)
+        return *(x.unflatten(-1, (c.heads, -1)) for x in (k, q)), gate_BTI
+
+    def _values(self, uses_BTI: list[Tensor], ctx: Context) -> tuple[Tensor, Tensor]:
+        """Values by head, for the recurrence and for its skip. Rotated they are one tensor for both."""
+        c = self.config
+        heads = [u_BTI.unflatten(-1, (c.heads, -1)) for u_BTI in uses_BTI]
+        return (rotate(heads[0], angles_in(ctx, c.rotation)),) * 2 if c.turns("v") else tuple(heads)
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RecurrentCache:
         return new_recurrent_cache(batch, self.config.state_HKV, self.conv, dtype, device)

@@ -80,13 +80,14 @@ class Recurrence(nn.Module):
         return {name: whole("scalar", name, init) for name, init in inits.items()}
 
     def forward(
-        self, q, k, v, a, b, gate, norm: RMSNorm, ctx: Context, cache: RecurrentCache | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, q, k, v, a, b, gate, norm: RMSNorm, ctx: Context, cache: RecurrentCache | None,
+        v_skip: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """q, k (B, T, H, K); v (B, T, H, V); a, b (B, T, H); gate (B, T, H V). norm(o + D v) ⊙ SiLU(gate), which has
-        the gate's shape, and with a cache the state after the last token."""
+        the gate's shape, and with a cache the state after the last token. With D comes
+        v_skip, v as D multiplies it: where one tensor is handed out twice, the other time."""
         o_BTHV, state = self._outputs(q, k, v, a, b, ctx, cache)
-        skip = {} if self.D is None else {"v_BTHV": v, "D_H": self.D}
-        return gated_norm(o_BTHV, gate, norm.weight, eps=norm.eps, **skip), state
+        return gated_norm(o_BTHV, gate, norm.weight, v_BTHV=v_skip, D_H=self.D, eps=norm.eps), state
 
     def _outputs(self, q, k, v, a, b, ctx: Context, cache: RecurrentCache | None) -> tuple[Tensor, Tensor | None]:
         inputs = (q, k, v, a, b, self.A_log, self.dt_bias)
@@ -100,18 +101,18 @@ class Recurrence(nn.Module):
 
 
 def convolve(
-    x_BTX: Tensor, w_CW: Tensor, ctx: Context, cache: RecurrentCache | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """SiLU(CausalConv) of the first C columns of x, a view of the columns beside them, if any, and with a cache the
-    convolution's next state (B, W - 1, C)."""
+    x_BTX: Tensor, w_CW: Tensor, ctx: Context, cache: RecurrentCache | None, uses: int = 1
+) -> tuple[Tensor | None, ...]:
+    """SiLU(CausalConv) of the first C columns of x, `uses` times (see `short_conv_beside`), a view of the columns
+    beside them, if any, and with a cache the convolution's next state (B, W - 1, C)."""
     if cache is None:
-        return *short_conv_beside(x_BTX, w_CW, cu_seqlens=ctx.cu_seqlens), None
+        return *short_conv_beside(x_BTX, w_CW, cu_seqlens=ctx.cu_seqlens, uses=uses), None
     x_BTC, rest_BTS = x_BTX.tensor_split((len(w_CW),), -1)
     if x_BTC.shape[1] == 1:
         u_BC, state = short_conv_step(x_BTC[:, 0], w_CW, cache.conv_BWC)
-        return u_BC[:, None], rest_BTS, state
+        return *(u_BC[:, None],) * uses, rest_BTS, state
     state = short_conv_state(x_BTC, w_CW.shape[1], cache.conv_BWC)
-    return short_conv(x_BTC, w_CW, state_BWC=cache.conv_BWC), rest_BTS, state
+    return *(short_conv(x_BTC, w_CW, state_BWC=cache.conv_BWC),) * uses, rest_BTS, state
 
 
 def new_recurrent_cache(

@@ -133,14 +133,15 @@ def test_the_gated_delta_rule_keeps_to_its_memory(case):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("beside", [0, 20])
-def test_the_short_convolution_keeps_to_its_memory(monkeypatch, packed, beside):
+@pytest.mark.parametrize("uses", [1, 4])
+def test_the_short_convolution_keeps_to_its_memory(monkeypatch, packed, beside, uses):
     monkeypatch.setattr(short_conv, "TOKENS", 8)
     monkeypatch.setattr(short_conv, "CHANNELS", 16)
     x, w, d_rest = torch.randn(2, 9, 40)[..., : 20 + beside], torch.randn(20, 3), torch.randn(2, 9, 40)[..., :beside]
     starts = torch.tensor([0, 1, 1, 5, 9, 18, 18], dtype=torch.int32) if packed else None
     with watched():
         y = short_conv.forward(x[..., :20], w, starts, True)
-        short_conv.backward(y, d_rest, x, w, starts, True)
+        short_conv.backward([y.clone() for _ in range(uses)], d_rest, x, w, starts, True)
 
 
 @pytest.mark.parametrize("sizes", [(37,), (5, 0, 17, 1, 14), (0, 130, 0), (0, 0)])

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from components.interfaces import Context
 from components.kernels.rotation import turn
@@ -21,9 +23,9 @@ TABLES = {
 }
 
 
-def plain_convolve(x_BTX, w_CW, ctx, _):
+def plain_convolve(x_BTX, w_CW, ctx, _, uses):
     x_BTC, rest_BTS = x_BTX[..., : len(w_CW)], x_BTX[..., len(w_CW) :]
-    return short_conv_reference(x_BTC, w_CW, position_BT=ctx.position_BT), rest_BTS, None
+    return *(short_conv_reference(x_BTC, w_CW, position_BT=ctx.position_BT),) * uses, rest_BTS, None
 
 
 def plain_split(x, sizes, angles=None, head_dim=0):
@@ -66,6 +68,22 @@ def test_outputs_and_all_gradients_are_those_of_plain_torch(table, compiled, pac
     plainly(monkeypatch)
     for one, other in zip(found, outputs_and_gradients(mixer, mixer, ctx, x, dy), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_no_kernel_adds_up_the_gradients_of_the_convolved_stream():
+    torch._dynamo.reset()
+    targets = []
+
+    def keep(graph_module, _):
+        targets.extend(node.target for node in graph_module.graph.nodes)
+        return make_boxed_func(graph_module.forward)
+
+    mixer, ctx = built("keys and queries rotate"), context(ROWS, LENGTH, None)
+    backend = aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=keep)
+    y, _ = torch.compile(mixer, backend=backend, fullgraph=True)(torch.randn(ROWS, LENGTH, DIM), ctx)
+    y.sum().backward()
+    assert torch.ops.hymo.short_conv_backward.default in targets
+    assert torch.ops.aten.add.Tensor not in targets
 
 
 @pytest.mark.gpu

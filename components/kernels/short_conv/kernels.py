@@ -47,9 +47,14 @@ def _tap(w, c, back: tl.constexpr, C, W: tl.constexpr):
 
 
 @triton.jit
-def _token(x, t, low, high, stride, c, C):
-    """Channels c of token t, zero unless low <= t < high."""
-    return tl.load(x + t * stride + c, mask=(c < C) & (t >= low) & (t < high), other=0.0).to(tl.float32)
+def _raw(x, t, T, stride, c, C):
+    """Channels c of token t, zero outside the row, in their dtype: a loop can hand them on without waiting for them."""
+    return tl.load(x + t * stride + c, mask=(c < C) & (t >= 0) & (t < T), other=0.0)
+
+
+@triton.jit
+def _token(x, t, T, stride, c, C):
+    return _raw(x, t, T, stride, c, C).to(tl.float32)
 
 
 @triton.jit
@@ -60,8 +65,8 @@ def _taps(w, c, C, W: tl.constexpr):
 @triton.jit
 def _before(x, t, T, stride, c, C):
     """The three tokens before t, zero before the row's first."""
-    x1, x2 = _token(x, t - 1, 0, T, stride, c, C), _token(x, t - 2, 0, T, stride, c, C)
-    return x1, x2, _token(x, t - 3, 0, T, stride, c, C)
+    x1, x2 = _token(x, t - 1, T, stride, c, C), _token(x, t - 2, T, stride, c, C)
+    return x1, x2, _token(x, t - 3, T, stride, c, C)
 
 
 @triton.jit
@@ -111,8 +116,8 @@ def forward(
     x1, x2, x3 = _before(x, start, T, x_stride, c, C)
     for i in range(0, BT, 4):
         t = start + i
-        a, b = _token(x, t, 0, T, x_stride, c, C), _token(x, t + 1, 0, T, x_stride, c, C)
-        d, e = _token(x, t + 2, 0, T, x_stride, c, C), _token(x, t + 3, 0, T, x_stride, c, C)
+        a, b = _token(x, t, T, x_stride, c, C), _token(x, t + 1, T, x_stride, c, C)
+        d, e = _token(x, t + 2, T, x_stride, c, C), _token(x, t + 3, T, x_stride, c, C)
         _put(y, t, T, C, c, a, x1, x2, x3, w0, w1, w2, w3, _distance(distance, t, T, PACKED), PACKED, SILU)
         _put(y, t + 1, T, C, c, b, a, x1, x2, w0, w1, w2, w3, _distance(distance, t + 1, T, PACKED), PACKED, SILU)
         _put(y, t + 2, T, C, c, d, b, a, x1, w0, w1, w2, w3, _distance(distance, t + 2, T, PACKED), PACKED, SILU)
@@ -130,18 +135,27 @@ def _slope(dy, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED: tl.constexpr, SILU
     return dy
 
 
+@triton.jit
+def _sum(dys, USES: tl.constexpr):
+    """In fp32, in their order."""
+    total = dys[0].to(tl.float32)
+    for i in tl.static_range(1, USES):
+        total += dys[i].to(tl.float32)
+    return total
+
+
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def backward(
-    dy, x, w, distance, dx, shares, T, C, S, x_stride,
-    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+    dy0, dy1, dy2, dy3, x, w, distance, dx, shares, T, C, S, x_stride,
+    USES: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dx, in rows of C + S, and each block's share of dw (blocks, 4, C). Walks three tokens past the block: they look
-    back into it."""
+    """dx, in rows of C + S, and each block's share of dw (blocks, 4, C), from the gradients of the first USES of four
+    results. Walks three tokens past the block: they look back into it."""
     row, start, c, block = _place(T, C, BT, BC)
     first = (row * T).to(tl.int64)
     x += first * x_stride
-    dy += first * C
+    dys = (dy0 + first * C, dy1 + first * C, dy2 + first * C, dy3 + first * C)[:USES]
     dx += first * (C + S)
     distance += first
     stop = tl.minimum(start + BT, T)
@@ -149,12 +163,13 @@ def backward(
     x1, x2, x3 = _before(x, start, T, x_stride, c, C)
     dw0, dw1, dw2, dw3 = (tl.zeros((BC,), tl.float32),) * 4
     one, two, three = (tl.zeros((BC,), tl.float32),) * 3  # what has come for the inputs 1, 2, 3 tokens back
-    x0, dy0 = _token(x, start, 0, T, x_stride, c, C), _token(dy, start, 0, T, C, c, C)
-    next_x, next_dy = _token(x, start + 1, 0, T, x_stride, c, C), _token(dy, start + 1, 0, T, C, c, C)
+    raw_x, raw_dys = _raw(x, start, T, x_stride, c, C), [_raw(p, start, T, C, c, C) for p in dys]
+    next_x, next_dys = _raw(x, start + 1, T, x_stride, c, C), [_raw(p, start + 1, T, C, c, C) for p in dys]
     for t in range(start, start + BT + 3):
-        late_x, late_dy = _token(x, t + 2, 0, T, x_stride, c, C), _token(dy, t + 2, 0, T, C, c, C)
+        late_x, late_dys = _raw(x, t + 2, T, x_stride, c, C), [_raw(p, t + 2, T, C, c, C) for p in dys]
+        x0, dy = raw_x.to(tl.float32), _sum(raw_dys, USES)
         place = _distance(distance, t, T, PACKED)
-        dz = _slope(dy0, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED, SILU)
+        dz = _slope(dy, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED, SILU)
         dz1, dz2, dz3 = _own(dz, place, 1, PACKED), _own(dz, place, 2, PACKED), _own(dz, place, 3, PACKED)
         three += w3 * dz3
         inside = (c < C) & (t - 3 >= start) & (t - 3 < stop)
@@ -165,8 +180,8 @@ def backward(
             dw2 += dz2 * x2
             dw3 += dz3 * x3
         three, two, one = two + w2 * dz2, one + w1 * dz1, w0 * dz
-        x3, x2, x1, x0, dy0 = x2, x1, x0, next_x, next_dy
-        next_x, next_dy = late_x, late_dy
+        x3, x2, x1 = x2, x1, x0
+        raw_x, raw_dys, next_x, next_dys = next_x, next_dys, late_x, late_dys
     share = shares + block * 4 * C + c
     tl.store(share, dw0, mask=c < C)
     tl.store(share + C, dw1, mask=c < C)

@@ -1,5 +1,7 @@
 """The Triton form of the short convolution, host side."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -18,17 +20,19 @@ def forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tens
 
 
 def backward(
-    dy: Tensor, d_rest: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool
+    dys: Sequence[Tensor], d_rest: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx and dw. The first channels of x are convolved; `d_rest` is the gradient of the columns beside them."""
-    (B, T, C), W = dy.shape, w.shape[1]
+    """dx and dw from one to four gradients, which are added up. The first channels of x are convolved; `d_rest` is the
+    gradient of the columns beside them."""
+    (B, T, C), W = dys[0].shape, w.shape[1]
     dx, dw = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w)
-    dy, x, w = dy.contiguous(), _even(x[..., :C]), w.contiguous()
+    dys, x, w = [dy.contiguous() for dy in dys], _even(x[..., :C]), w.contiguous()
+    unread = [dys[0]] * (4 - len(dys))
     blocks = B * triton.cdiv(T, TOKENS)
     shares = torch.empty(blocks, 4, C, dtype=torch.float32, device=x.device)
     kernels.backward(
-        _programs(x), dy, x, w, _distances(x, cu_seqlens), dx, shares, T, C, d_rest.shape[2], x.stride(1),
-        **_options(w, cu_seqlens, silu),
+        _programs(x), *dys, *unread, x, w, _distances(x, cu_seqlens), dx, shares, T, C, d_rest.shape[2], x.stride(1),
+        USES=len(dys), **_options(w, cu_seqlens, silu),
     )  # fmt: skip
     kernels.reduce_shares(W * triton.cdiv(C, 64), shares, dw, blocks, C, W=W, ROWS=32, BC=64)
     if d_rest.shape[2]:

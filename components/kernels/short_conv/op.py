@@ -31,20 +31,29 @@ def short_conv(
     """
     _check(x_BTC, w_CW, cu_seqlens, state_BWC)
     if state_BWC is None:
-        return _ShortConv.apply(x_BTC, w_CW, cu_seqlens, activation == "silu")[0]
+        return _ShortConv.apply(x_BTC, w_CW, cu_seqlens, activation == "silu", 1)[0]
     longer = torch.cat([state_BWC.to(x_BTC.dtype), x_BTC], 1)
-    return _ShortConv.apply(longer, w_CW, None, activation == "silu")[0][:, state_BWC.shape[1] :]
+    return _ShortConv.apply(longer, w_CW, None, activation == "silu", 1)[0][:, state_BWC.shape[1] :]
 
 
 def short_conv_beside(
-    x_BTX: Tensor, w_CW: Tensor, *, cu_seqlens: Tensor | None = None, activation: Activation = "silu"
-) -> tuple[Tensor, Tensor]:
-    """`short_conv` of the first C columns of a joint projection, and a view of the others, rest_BTS.
+    x_BTX: Tensor,
+    w_CW: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    activation: Activation = "silu",
+    uses: int = 1,
+) -> tuple[Tensor, ...]:
+    """`short_conv` of the first C columns of a joint projection, `uses` times, and a view of the others, rest_BTS.
 
-    Both gradients are written where the projection's backward wants them, in one tensor. Raises as `short_conv`.
+    Results of several uses share their memory. Give each to one consumer: backward adds up their gradients, in float32,
+    as it reads them, where autograd would first write their sum. The gradient of one that is not used is zeros. All
+    gradients are written where the projection's backward wants them, in one tensor. Raises as `short_conv`.
     """
     _check(x_BTX[..., : len(w_CW)], w_CW, cu_seqlens, None)
-    return _ShortConv.apply(x_BTX, w_CW, cu_seqlens, activation == "silu")
+    if not 1 <= uses <= 4:
+        raise ValueError(f"short_conv_beside hands out its result 1 to 4 times, not {uses}")
+    return _ShortConv.apply(x_BTX, w_CW, cu_seqlens, activation == "silu", uses)
 
 
 def short_conv_state(x_BTC: Tensor, width: int, state_BWC: Tensor | None = None) -> Tensor:
@@ -101,7 +110,7 @@ _FORWARD, _BACKWARD = "hymo::short_conv", "hymo::short_conv_backward"
 _TAGS, _DEVICES = (torch.Tag.pt2_compliant_tag,), ("cpu", "cuda")
 _INPUTS = "Tensor x, Tensor w, Tensor? cu_seqlens, bool silu"  # backward: x with all of its columns
 torch.library.define(_FORWARD, f"({_INPUTS}) -> Tensor", tags=_TAGS)
-torch.library.define(_BACKWARD, f"(Tensor dy, Tensor d_rest, {_INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
+torch.library.define(_BACKWARD, f"(Tensor[] dys, Tensor d_rest, {_INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
 
 
 @torch.library.impl(_FORWARD, _DEVICES)
@@ -120,12 +129,12 @@ def _(x, w, cu_seqlens, silu):
 
 @torch.library.impl(_BACKWARD, _DEVICES)
 def _backward(
-    dy: Tensor, d_rest: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool
+    dys: list[Tensor], d_rest: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     if _in_triton(x):
-        return launch.backward(dy, d_rest, x, w, cu_seqlens, silu)
+        return launch.backward(dys, d_rest, x, w, cu_seqlens, silu)
     wide, position = torch.promote_types(x.dtype, torch.float32), _position(x, cu_seqlens)
-    dz, x_wide, w_wide = dy.to(wide), x[..., : len(w)].to(wide), w.to(wide)
+    dz, x_wide, w_wide = sum(dy.to(wide) for dy in dys), x[..., : len(w)].to(wide), w.to(wide)
     if silu:
         z = _convolve(x_wide, w_wide, position)
         s = z.sigmoid()
@@ -140,21 +149,23 @@ def _backward(
 
 
 @torch.library.register_fake(_BACKWARD)
-def _(dy, d_rest, x, w, cu_seqlens, silu):
+def _(dys, d_rest, x, w, cu_seqlens, silu):
     return tuple(torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, w))
 
 
 class _ShortConv(torch.autograd.Function):
-    """And the columns beside the convolved ones, of which there may be none."""
+    """As often as there are uses, and the columns beside the convolved ones, of which there may be none."""
 
     @staticmethod
-    def forward(ctx, x_BTX: Tensor, w_CW: Tensor, cu_seqlens: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x_BTX: Tensor, w_CW: Tensor, cu_seqlens: Tensor | None, silu: bool, uses: int):
         ctx.save_for_backward(x_BTX, w_CW, cu_seqlens)
         ctx.silu = silu
         x_BTC, rest_BTS = x_BTX.tensor_split((len(w_CW),), -1)
-        return torch.ops.hymo.short_conv(x_BTC, w_CW, cu_seqlens, silu), rest_BTS
+        y_BTC = torch.ops.hymo.short_conv(x_BTC, w_CW, cu_seqlens, silu)
+        return y_BTC, *(y_BTC.view_as(y_BTC) for _ in range(uses - 1)), rest_BTS
 
     @staticmethod
-    def backward(ctx, dy_BTC: Tensor, d_rest_BTS: Tensor):
-        dx, dw = torch.ops.hymo.short_conv_backward(dy_BTC, d_rest_BTS, *ctx.saved_tensors, ctx.silu)
-        return dx, dw, None, None
+    def backward(ctx, *gradients: Tensor):
+        *dys_BTC, d_rest_BTS = gradients
+        dx, dw = torch.ops.hymo.short_conv_backward(dys_BTC, d_rest_BTS, *ctx.saved_tensors, ctx.silu)
+        return dx, dw, None, None, None
