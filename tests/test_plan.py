@@ -254,11 +254,11 @@ def test_states_are_shared_by_the_shards_but_not_by_the_replicas_of_hybrid_shard
     assert memory_per_rank(hybrid, whole, 4)["weights"] == one["weights"] / 2
 
 
-def test_adamw_keeps_two_states_a_weight_and_normuon_one_and_a_row():
-    recipe = job("hymo_debug")
-    whole = footprint(recipe)
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_adamw_keeps_two_states_a_weight_and_normuon_one_and_what_travels_and_a_row(ns_dtype):
+    whole = footprint(job("hymo_debug", "--optimizer.matrix.ns_dtype", ns_dtype))
     adamw = 8 * sum(n for role, n in whole.by_role.items() if role != "matrix")
-    normuon = 4 * whole.by_role["matrix"]
+    normuon = (4 + getattr(torch, ns_dtype).itemsize) * whole.by_role["matrix"]
     assert adamw + normuon < whole.optimizer_bytes < adamw + 1.1 * normuon
 
 

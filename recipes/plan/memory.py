@@ -10,8 +10,8 @@ CPU, since autograd takes CUDA's only where there is a GPU; what CUDA does other
 Two sums: what the GPU must hold (`total`), and the most that `torch.cuda.max_memory_allocated` counts (`allocated`).
 They differ where a micro-batch is recorded: it is recorded before there is optimizer state, and keeps all of its memory
 from then on, which PyTorch has reserved but no longer counts as allocated. Left out: the CUDA context, fragmentation,
-NCCL's buffers, `zero1`'s room for a bucket between ranks, workspaces inside kernels and what an update makes on its way
-(a gigabyte in HyMo's primary, kept where it is recorded).
+NCCL's buffers, between ranks `zero1`'s room for a bucket and what NorMuon holds of other ranks' matrices, workspaces
+inside kernels and what an update makes on its way (a gigabyte in HyMo's primary, kept where it is recorded).
 """
 
 import weakref
