@@ -46,6 +46,15 @@ def test_the_chunked_form_equals_the_sequential_one_to_rounding(T, chunk):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_rows_that_are_documents_are_computed_without_a_look_at_a_value_so_that_a_graph_can_hold_them():
+    with FakeTensorMode():  # refuses what depends on values
+        q, k, v, a, b, A_log, dt_bias, _ = (torch.empty(y.shape, dtype=y.dtype) for y in inputs())
+        x = Inputs(q, k, v, a, b, A_log, dt_bias, None, None, 1.0)
+        o, _ = in_pytorch.forward(x, return_state=False)
+        gradients = in_pytorch.backward(x, o, None)
+        assert [y.shape for y in gradients[:5]] == [y.shape for y in (q, k, v, a, b)]
+
+
 @pytest.mark.parametrize("chunk", [0, 16, 32])
 def test_packed_documents_equal_separate_calls(chunk):
     lengths = [1, 0, 17, 62, 40, 40]  # rows of 80: the boundary at 80 is one of them

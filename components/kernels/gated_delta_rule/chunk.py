@@ -54,10 +54,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Grid:
-    """Which token stands where: chunk n of row b holds tokens token_BNC of the flattened rows where valid_BNC."""
+    """Which token stands where: chunk n of row b holds tokens token_BNC of the flattened rows where valid_BNC; a token
+    stands at place_BT of the flattened chunks."""
 
     token_BNC: Tensor
     valid_BNC: Tensor
+    place_BT: Tensor
     document_BN: Tensor
     first_BN: Tensor
     last_BN: Tensor
@@ -70,10 +72,7 @@ class Grid:
 
     def scatter(self, x_BHNCX: Tensor, like_BTX: Tensor) -> Tensor:
         """Back to (B, T, heads, ...), in the dtype of `like_BTX`."""
-        x = x_BHNCX.movedim(1, 3)
-        out = x.new_empty(*like_BTX.shape[:2], *x.shape[3:])  # not a view: sharding hooks warn of those
-        out.flatten(0, 1)[self.token_BNC[self.valid_BNC]] = x[self.valid_BNC]
-        return out.to(like_BTX.dtype)
+        return x_BHNCX.movedim(1, 3).flatten(0, 2)[self.place_BT].to(like_BTX.dtype)
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,33 @@ def backward(x: Inputs, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> tuple[Te
 
 
 def _grid(x: Inputs) -> Grid:
-    """Chunks of every document, row by row. Reads the boundaries on the host: this form is not for graphs."""
+    return _grid_of_rows(x) if x.starts_L1 is None else _grid_of_documents(x)
+
+
+def _grid_of_rows(x: Inputs) -> Grid:
+    """Rows are documents. All follows from shapes, so a graph can hold it."""
     B, T = x.v_BTHV.shape[:2]
     C, device = x.chunk or CHUNK, x.v_BTHV.device
-    starts = torch.arange(0, B * T + 1, T, device=device) if x.starts_L1 is None else x.starts_L1.long()
+    N = -(-T // C)
+    row_B, chunk_N = torch.arange(B, device=device), torch.arange(N, device=device)
+    within_NC = chunk_N[:, None] * C + torch.arange(C, device=device)
+    token_BNC = row_B[:, None, None] * T + within_NC
+    valid_BNC = (within_NC < T).expand(B, N, C)
+    return Grid(
+        token_BNC=token_BNC.where(valid_BNC, 0),
+        valid_BNC=valid_BNC,
+        place_BT=row_B[:, None] * (N * C) + torch.arange(T, device=device),
+        document_BN=row_B[:, None].expand(B, N),
+        first_BN=(chunk_N == 0).expand(B, N),
+        last_BN=(chunk_N == N - 1).expand(B, N),
+    )
+
+
+def _grid_of_documents(x: Inputs) -> Grid:
+    """Chunks of every document, row by row. Reads the boundaries on the host: not for graphs."""
+    B, T = x.v_BTHV.shape[:2]
+    C, device = x.chunk or CHUNK, x.v_BTHV.device
+    starts = x.starts_L1.long()
     lengths = starts.diff()
     chunks = (lengths + C - 1) // C
     document = torch.repeat_interleave(torch.arange(len(chunks), device=device), chunks)
@@ -154,9 +176,12 @@ def _grid(x: Inputs) -> Grid:
     start_BN, end_BN = table(start, 0), table(starts[document + 1], 0)
     token_BNC = start_BN[..., None] + torch.arange(C, device=device)
     valid_BNC = token_BNC < end_BN[..., None]
+    place_BT = token_BNC.new_empty(B, T)
+    place_BT.flatten()[token_BNC[valid_BNC]] = valid_BNC.flatten().nonzero()[:, 0]
     return Grid(
         token_BNC=token_BNC.where(valid_BNC, 0),
         valid_BNC=valid_BNC,
+        place_BT=place_BT,
         document_BN=table(document, 0),
         first_BN=table(within == 0, False),
         last_BN=table(within == chunks[document] - 1, False),
