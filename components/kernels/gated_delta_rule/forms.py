@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from components.kernels.gated_delta_rule.launch_small import SmallHeads
+from components.kernels.gated_delta_rule.launch_small import ALL_REGISTERS, SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
 
 CHUNKS = (16, 32, 64, 128)  # tokens, of PyTorch's form
 MOST_KEYS = 128  # width that a Triton form takes
 HOPPER = (9, 0)  # compute capability; older devices have registers and shared memory for less at once
+TWELVE_PROGRAMS = 168  # registers a thread with which twelve programs of one warp fit a multiprocessor, not eight
 EXACT = WideHeads(  # float32: tiles twice as large
     query_block=32, key_block=32, output_stages=1, sweep_stages=1, query_stages=1, key_stages=1
 )
@@ -53,14 +54,18 @@ def choose(
     if not chunk:
         return tuned
     check_chunk(K, V, chunk)
+    if chunk == tuned.chunk:
+        return tuned
     if isinstance(tuned, SmallHeads):  # programs of 64 tokens, which a segment is a multiple of
-        return replace(tuned, chunk=chunk, chunks_per_program=64 // chunk, gradient_warps=chunk // 16)
+        sizes = {"chunk": chunk, "chunks_per_program": 64 // chunk, "gradient_warps": chunk // 16}
+        return replace(tuned, **sizes, summary_registers=ALL_REGISTERS)
     return replace(tuned, chunk=chunk)
 
 
 def _tuned(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> SmallHeads | WideHeads:
     if max(K, V) <= 32:
-        return SmallHeads()
+        capped = capability >= HOPPER and dtype != torch.float32  # others would spill
+        return SmallHeads(summary_registers=TWELVE_PROGRAMS) if capped else SmallHeads()
     if dtype == torch.float32:
         return EXACT
     return _wide_on_hopper(K, V) if capability >= HOPPER else _wide_before_hopper(K)

@@ -11,16 +11,21 @@ from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given, padded
 
 
+ALL_REGISTERS = 255  # of a thread
+
+
 @dataclass(frozen=True)
 class SmallHeads:
     """Tokens a chunk and a segment; for each kernel, how many chunks its loop holds at once (stages; 1 loads nothing
-    ahead). Every program is one warp, but for those of `gradients` as stated."""
+    ahead). Every program is one warp, but for those of `gradients` as stated. `summary_registers`: the most a thread of
+    `segment_summaries` may take."""
 
     chunk: int = 16
-    segment: int = 320
+    segment: int = 448
     chunks_per_program: int = 4
     matrix_stages: int = 3
     summary_stages: int = 3
+    summary_registers: int = ALL_REGISTERS
     scan_stages: int = 3
     output_stages: int = 3
     reverse_stages: int = 2
@@ -81,7 +86,7 @@ class SmallHeadsLaunch(Launch):
         )  # fmt: skip
         kernels.segment_summaries(
             self.over_slots, k, v, TP, scales, states, M, *where, self.k_stride, self.v_stride,
-            **self.sizes, **self.values, STAGES=config.summary_stages, known=known,
+            **self.sizes, **self.values, STAGES=config.summary_stages, maxnreg=config.summary_registers, known=known,
         )  # fmt: skip
         kernels.scan_forward(
             self.over_scans, states, M, initial, where[0], self.T,
