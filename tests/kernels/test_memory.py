@@ -136,6 +136,7 @@ def test_the_gated_delta_rule_keeps_to_its_memory(case):
 @pytest.mark.parametrize("uses", [1, 4])
 def test_the_short_convolution_keeps_to_its_memory(monkeypatch, packed, beside, uses):
     monkeypatch.setattr(short_conv, "TOKENS", 8)
+    monkeypatch.setattr(short_conv, "TOKENS_OF_SEVERAL", 8)
     monkeypatch.setattr(short_conv, "CHANNELS", 16)
     x, w, d_rest = torch.randn(2, 9, 40)[..., : 20 + beside], torch.randn(20, 3), torch.randn(2, 9, 40)[..., :beside]
     starts = torch.tensor([0, 1, 1, 5, 9, 18, 18], dtype=torch.int32) if packed else None

@@ -10,7 +10,6 @@ from components.kernels.gated_delta_rule import small_heads as kernels
 from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given, padded
 
-
 ALL_REGISTERS = 255  # of a thread
 
 

@@ -8,14 +8,17 @@ from torch import Tensor
 
 from components.kernels.short_conv import kernels
 
-TOKENS, CHANNELS = 64, 128  # a program's; swept on an H200, see docs/kernels.md
+# A program's; swept on an H200, see docs/kernels.md. Backward from several gradients has registers for sixteen programs a
+# multiprocessor: with longer ones those of 16,384 tokens of 1,280 channels are all there at once.
+TOKENS, TOKENS_OF_SEVERAL, CHANNELS = 64, 80, 128
 
 
 def forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
     x, w = _even(x), w.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = x.shape[1], x.shape[2], x.stride(1)
-    kernels.forward(_programs(x), x, w, _distances(x, cu_seqlens), y, *sizes, **_options(w, cu_seqlens, silu))
+    options = _options(w, cu_seqlens, silu, TOKENS)
+    kernels.forward(_programs(x, TOKENS), x, w, _distances(x, cu_seqlens), y, *sizes, **options)
     return y
 
 
@@ -28,11 +31,12 @@ def backward(
     dx, dw = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w)
     dys, x, w = [dy.contiguous() for dy in dys], _even(x[..., :C]), w.contiguous()
     unread = [dys[0]] * (4 - len(dys))
-    blocks = B * triton.cdiv(T, TOKENS)
+    tokens = TOKENS if len(dys) == 1 else TOKENS_OF_SEVERAL
+    blocks = B * triton.cdiv(T, tokens)
     shares = torch.empty(blocks, 4, C, dtype=torch.float32, device=x.device)
     kernels.backward(
-        _programs(x), *dys, *unread, x, w, _distances(x, cu_seqlens), dx, shares, T, C, d_rest.shape[2], x.stride(1),
-        USES=len(dys), **_options(w, cu_seqlens, silu),
+        _programs(x, tokens), *dys, *unread, x, w, _distances(x, cu_seqlens), dx, shares, T, C, d_rest.shape[2], x.stride(1),
+        USES=len(dys), **_options(w, cu_seqlens, silu, tokens),
     )  # fmt: skip
     kernels.reduce_shares(W * triton.cdiv(C, 64), shares, dw, blocks, C, W=W, ROWS=32, BC=64)
     if d_rest.shape[2]:
@@ -52,14 +56,14 @@ def _even(x: Tensor) -> Tensor:
     return x if even else x.contiguous()
 
 
-def _programs(x: Tensor) -> int:
-    return x.shape[0] * triton.cdiv(x.shape[1], TOKENS) * triton.cdiv(x.shape[2], CHANNELS)
+def _programs(x: Tensor, tokens: int) -> int:
+    return x.shape[0] * triton.cdiv(x.shape[1], tokens) * triton.cdiv(x.shape[2], CHANNELS)
 
 
-def _options(w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> dict:
+def _options(w: Tensor, cu_seqlens: Tensor | None, silu: bool, tokens: int) -> dict:
     return {
         "W": w.shape[1],
-        "BT": TOKENS,
+        "BT": tokens,
         "BC": CHANNELS,
         "PACKED": cu_seqlens is not None,
         "SILU": silu,
