@@ -8,8 +8,8 @@ from torch import Tensor
 
 from components.kernels.short_conv import kernels
 
-# A program's; swept on an H200, see docs/kernels.md. Backward from several gradients has registers for sixteen programs a
-# multiprocessor: with longer ones those of 16,384 tokens of 1,280 channels are all there at once.
+# A program's; swept on an H200, see docs/kernels.md. Backward from several gradients has registers for sixteen programs
+# a multiprocessor: with longer ones all those of 16,384 tokens of 1,280 channels are there at once.
 TOKENS, TOKENS_OF_SEVERAL, CHANNELS = 64, 80, 128
 
 
@@ -35,8 +35,8 @@ def backward(
     blocks = B * triton.cdiv(T, tokens)
     shares = torch.empty(blocks, 4, C, dtype=torch.float32, device=x.device)
     kernels.backward(
-        _programs(x, tokens), *dys, *unread, x, w, _distances(x, cu_seqlens), dx, shares, T, C, d_rest.shape[2], x.stride(1),
-        USES=len(dys), **_options(w, cu_seqlens, silu, tokens),
+        _programs(x, tokens), *dys, *unread, x, w, _distances(x, cu_seqlens), dx, shares,
+        T, C, d_rest.shape[2], x.stride(1), USES=len(dys), **_options(w, cu_seqlens, silu, tokens),
     )  # fmt: skip
     kernels.reduce_shares(W * triton.cdiv(C, 64), shares, dw, blocks, C, W=W, ROWS=32, BC=64)
     if d_rest.shape[2]:
