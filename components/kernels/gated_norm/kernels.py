@@ -52,7 +52,7 @@ def _stored(x, place, value, inside):
 
 @Kernel
 @triton.jit(do_not_specialize=["N"])
-def forward(
+def gated_norm(
     o, v, D, weight, gate, y, N, v_stride, gate_stride, eps,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, BH: tl.constexpr,
     SKIP: tl.constexpr, WEIGHT: tl.constexpr,
@@ -69,7 +69,7 @@ def forward(
 
 @Kernel
 @triton.jit(do_not_specialize=["N", "span"])
-def backward(
+def gated_norm_gradients(
     dy, o, v, D, weight, gate, do, dv, d_gate, shares, N, span, v_stride, gate_stride, eps,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, BH: tl.constexpr,
     SKIP: tl.constexpr, WEIGHT: tl.constexpr,

@@ -15,7 +15,7 @@ def forward(o: Tensor, v: Tensor | None, D: Tensor | None, weight: Tensor | None
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     tokens, inputs, strides, sizes = _problem(o, v, D, weight, gate, FORWARD_TILE)
     programs = triton.cdiv(tokens, sizes["R"] // sizes["BH"]) * (sizes["H"] // sizes["BH"])
-    kernels.forward(programs, *inputs, y, tokens, *strides, eps, **sizes, num_warps=FORWARD_WARPS)
+    kernels.gated_norm(programs, *inputs, y, tokens, *strides, eps, **sizes, num_warps=FORWARD_WARPS)
     return y
 
 
@@ -29,7 +29,7 @@ def backward(
     span = triton.cdiv(tokens, BACKWARD_PROGRAMS * tile) * tile
     programs = triton.cdiv(tokens, max(span, 1))
     shares = torch.empty(programs, sums, dtype=torch.float32, device=o.device)
-    kernels.backward(
+    kernels.gated_norm_gradients(
         programs, dy.contiguous(), *inputs, do, _given(dv, do), d_gate, shares, tokens, span, *strides, eps, **sizes,
         num_warps=BACKWARD_WARPS,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def product(
+def grouped_product(
     rows,
     weight,
     y,
@@ -46,7 +46,7 @@ def product(
 
 
 @triton.jit
-def weight_gradient(
+def grouped_weight_gradient(
     rows,
     dy,
     dweight,

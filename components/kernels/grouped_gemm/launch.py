@@ -13,7 +13,7 @@ def product(rows_MP: Tensor, weight_EPQ: Tensor, ends_E: Tensor) -> Tensor:
     """As in `eager.py`. An expert's last tile may be partly empty, so there are up to E tiles more than rows fill."""
     (M, P), (E, _, Q) = rows_MP.shape, weight_EPQ.shape
     y_MQ = rows_MP.new_empty(M, Q)
-    kernels.product[((triton.cdiv(M, HIGH) + E) * triton.cdiv(Q, WIDE),)](
+    kernels.grouped_product[((triton.cdiv(M, HIGH) + E) * triton.cdiv(Q, WIDE),)](
         rows_MP.contiguous(),
         weight_EPQ,
         y_MQ,
@@ -37,7 +37,7 @@ def weight_gradient(rows_MP: Tensor, dy_MQ: Tensor, ends_E: Tensor) -> Tensor:
     """As in `eager.py`."""
     E, P, Q = len(ends_E), rows_MP.shape[1], dy_MQ.shape[1]
     dweight_EPQ = rows_MP.new_empty(E, P, Q)
-    kernels.weight_gradient[(E * triton.cdiv(P, HIGH) * triton.cdiv(Q, WIDE),)](
+    kernels.grouped_weight_gradient[(E * triton.cdiv(P, HIGH) * triton.cdiv(Q, WIDE),)](
         rows_MP.contiguous(),
         dy_MQ.contiguous(),
         dweight_EPQ,

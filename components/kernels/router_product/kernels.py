@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def product(x, weight, y, N, D, E, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+def router_product(x, weight, y, N, D, E, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
     """A program takes BN tokens and BE experts."""
     n, e = _block(0, BN), _block(1, BE)
     total = tl.zeros((BN, BE), tl.float32)
@@ -21,7 +21,7 @@ def product(x, weight, y, N, D, E, BN: tl.constexpr, BD: tl.constexpr, BE: tl.co
 
 
 @triton.jit
-def input_gradient(dy, weight, dx, N, D, E, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+def router_input_gradient(dy, weight, dx, N, D, E, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
     """A program takes BN tokens and BD columns."""
     n, d = _block(0, BN), _block(1, BD)
     total = tl.zeros((BN, BD), tl.float32)
@@ -32,7 +32,7 @@ def input_gradient(dy, weight, dx, N, D, E, BN: tl.constexpr, BD: tl.constexpr, 
 
 
 @triton.jit
-def weight_gradient(dy, x, shares, N, D, E, ROWS, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+def router_weight_gradient(dy, x, shares, N, D, E, ROWS, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
     """A program takes BD columns and BE experts of the share of ROWS tokens; `shares` is (shares, E, D)."""
     share, d, e = tl.program_id(0), _block(1, BD), _block(2, BE)
     total = tl.zeros((BD, BE), tl.float32)

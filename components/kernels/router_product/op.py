@@ -27,7 +27,9 @@ def launch_product(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
     (N, D), E, (rows, columns) = x_ND.shape, len(weight_ED), PRODUCT
     y_NE = weight_ED.new_empty(N, E)
     grid = triton.cdiv(N, rows), triton.cdiv(E, _experts(E))
-    kernels.product[grid](x_ND.contiguous(), weight_ED.contiguous(), y_NE, N, D, E, BN=rows, BD=columns, BE=_experts(E))
+    kernels.router_product[grid](
+        x_ND.contiguous(), weight_ED.contiguous(), y_NE, N, D, E, BN=rows, BD=columns, BE=_experts(E)
+    )
     return y_NE
 
 
@@ -36,7 +38,7 @@ def launch_input_gradient(dy_NE: Tensor, weight_ED: Tensor, dtype: torch.dtype) 
     (N, E), D, (rows, columns) = dy_NE.shape, weight_ED.shape[1], INPUT
     dx_ND = dy_NE.new_empty(N, D, dtype=dtype)
     grid = triton.cdiv(N, rows), triton.cdiv(D, columns)
-    kernels.input_gradient[grid](
+    kernels.router_input_gradient[grid](
         dy_NE.contiguous(), weight_ED.contiguous(), dx_ND, N, D, E, BN=rows, BD=columns, BE=_experts(E)
     )
     return dx_ND
@@ -47,7 +49,7 @@ def launch_weight_gradient(dy_NE: Tensor, x_ND: Tensor) -> Tensor:
     (N, D), E, (rows, columns) = x_ND.shape, dy_NE.shape[1], WEIGHT
     shares = dy_NE.new_empty(triton.cdiv(N, SHARE), E, D)
     grid = len(shares), triton.cdiv(D, columns), triton.cdiv(E, _experts(E))
-    kernels.weight_gradient[grid](
+    kernels.router_weight_gradient[grid](
         dy_NE.contiguous(), x_ND.contiguous(), shares, N, D, E, SHARE, BN=rows, BD=columns, BE=_experts(E)
     )
     return shares.sum(0)

@@ -103,7 +103,7 @@ def _put(y, t, T, C, c, x0, x1, x2, x3, w0, w1, w2, w3, place, PACKED: tl.conste
 
 @Kernel
 @triton.jit(do_not_specialize=["T"])
-def forward(
+def short_conv(
     x, w, distance, y, T, C, x_stride,
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def _sum(dys, USES: tl.constexpr):
 
 @Kernel
 @triton.jit(do_not_specialize=["T"])
-def backward(
+def short_conv_gradients(
     dy0, dy1, dy2, dy3, x, w, distance, dx, shares, T, C, S, x_stride,
     USES: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +192,7 @@ def backward(
 @Kernel
 @triton.jit(do_not_specialize=["tokens"])
 def pass_on(d_rest, dx, tokens, C, S, stride, BT: tl.constexpr, BC: tl.constexpr):
-    """d_rest (tokens, S) to the columns past the first C of dx (tokens, C + S). Apart: as other programs of `backward`
+    """d_rest (tokens, S) to the columns past the first C of dx (tokens, C + S). Apart: as other programs of `short_conv_gradients`
     it would take 12 registers from those that convolve."""
     blocks = tl.cdiv(S, BC)
     t = (tl.program_id(0) // blocks).to(tl.int64) * BT + tl.arange(0, BT)[:, None]

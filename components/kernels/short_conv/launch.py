@@ -18,7 +18,7 @@ def forward(x: Tensor, w: Tensor, cu_seqlens: Tensor | None, silu: bool) -> Tens
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = x.shape[1], x.shape[2], x.stride(1)
     options = _options(w, cu_seqlens, silu, TOKENS)
-    kernels.forward(_programs(x, TOKENS), x, w, _distances(x, cu_seqlens), y, *sizes, **options)
+    kernels.short_conv(_programs(x, TOKENS), x, w, _distances(x, cu_seqlens), y, *sizes, **options)
     return y
 
 
@@ -34,7 +34,7 @@ def backward(
     tokens = TOKENS if len(dys) == 1 else TOKENS_OF_SEVERAL
     blocks = B * triton.cdiv(T, tokens)
     shares = torch.empty(blocks, 4, C, dtype=torch.float32, device=x.device)
-    kernels.backward(
+    kernels.short_conv_gradients(
         _programs(x, tokens), *dys, *unread, x, w, _distances(x, cu_seqlens), dx, shares,
         T, C, d_rest.shape[2], x.stride(1), USES=len(dys), **_options(w, cu_seqlens, silu, tokens),
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward(gate_up, y, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def swiglu(gate_up, y, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     n, f, inside = _tile(N, F, ROWS, COLUMNS)
     gate = tl.load(gate_up + n * 2 * F + f, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + n * 2 * F + F + f, inside, other=0.0).to(tl.float32)
@@ -13,7 +13,7 @@ def forward(gate_up, y, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def backward(dy, gate_up, d_gate_up, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def swiglu_gradient(dy, gate_up, d_gate_up, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     n, f, inside = _tile(N, F, ROWS, COLUMNS)
     gate = tl.load(gate_up + n * 2 * F + f, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + n * 2 * F + F + f, inside, other=0.0).to(tl.float32)

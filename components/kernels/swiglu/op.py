@@ -24,7 +24,7 @@ def launch_forward(gate_up: Tensor) -> Tensor:
     """The Triton form."""
     gate_up = gate_up.contiguous()
     y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    kernels.forward[_grid(y)](gate_up, y, *_sizes(y), ROWS=ROWS, COLUMNS=COLUMNS)
+    kernels.swiglu[_grid(y)](gate_up, y, *_sizes(y), ROWS=ROWS, COLUMNS=COLUMNS)
     return y
 
 
@@ -32,7 +32,7 @@ def launch_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """The Triton form: the gradient of `gate_up`."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     d_gate_up = torch.empty_like(gate_up)
-    kernels.backward[_grid(dy)](dy, gate_up, d_gate_up, *_sizes(dy), ROWS=ROWS, COLUMNS=COLUMNS)
+    kernels.swiglu_gradient[_grid(dy)](dy, gate_up, d_gate_up, *_sizes(dy), ROWS=ROWS, COLUMNS=COLUMNS)
     return d_gate_up
 
 
