@@ -192,8 +192,8 @@ def short_conv_gradients(
 @Kernel
 @triton.jit(do_not_specialize=["tokens"])
 def pass_on(d_rest, dx, tokens, C, S, stride, BT: tl.constexpr, BC: tl.constexpr):
-    """d_rest (tokens, S) to the columns past the first C of dx (tokens, C + S). Apart: as other programs of `short_conv_gradients`
-    it would take 12 registers from those that convolve."""
+    """d_rest (tokens, S) to the columns past the first C of dx (tokens, C + S). Apart: as other programs of
+    `short_conv_gradients` it would take 12 registers from those that convolve."""
     blocks = tl.cdiv(S, BC)
     t = (tl.program_id(0) // blocks).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     s = tl.program_id(0) % blocks * BC + tl.arange(0, BC)[None, :]
