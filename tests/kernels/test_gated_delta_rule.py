@@ -191,9 +191,21 @@ def test_a_form_is_worked_out_once_a_layout_until_there_are_many_or_the_switch_i
     monkeypatch.setattr(op, "_form", lambda x: made.append(x) or len(made))
     monkeypatch.setattr(op, "_forms", {})
     monkeypatch.setattr(op, "MOST_FORMS", 2)
-    assert [op._form_again(packed(T)) for T in (4, 5, 4, 6, 4)] == [1, 2, 1, 3, 4]
+    assert [op._form_again(packed(T))[0] for T in (4, 5, 4, 6, 4)] == [1, 2, 1, 3, 4]
     op.use_fused(True)
-    assert op._form_again(packed(4)) == 5
+    assert op._form_again(packed(4))[0] == 5
+
+
+def test_inputs_that_a_form_reads_as_copies_are_copied_by_every_call(monkeypatch):
+    monkeypatch.setattr(op, "_form", lambda x: x.layout())
+    monkeypatch.setattr(op, "_forms", {})
+    for _ in range(2):
+        x = packed()
+        k = x.k_BTGK.transpose(1, 2).contiguous().transpose(1, 2)
+        form, read = op._form_again(replace(x, k_BTGK=k))
+        assert read.k_BTGK.is_contiguous() and torch.equal(read.k_BTGK, k) and read.q_BTGK is x.q_BTGK
+        assert form == read.layout()
+        assert op._form_again(x) == (x.layout(), x)
 
 
 @pytest.mark.parametrize(

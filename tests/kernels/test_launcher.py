@@ -7,13 +7,14 @@ import torch
 from triton._C.libtriton import native_specialize_impl
 from triton.backends import backends
 
-from components.kernels.launcher import Kernel, _specialisation
+from components.kernels.launcher import Kernel, Launches, _specialisation
 
 
 class Jitted:
     """Compiles (counts) like `triton.jit`; what it compiles records the arguments it is launched with."""
 
     arg_names = ("x", "n", "BLOCK", "WIDE")
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
         self.compiled, self.launched = 0, []
@@ -23,11 +24,16 @@ class Jitted:
             self.compiled += 1
             return self
 
-        return compile_and_launch if len(grid) == 1 else lambda *arguments: self.launched.append((grid, arguments))
+        return compile_and_launch
+
+    def run(self, x, y, z, stream, *arguments):
+        assert (stream, arguments[:5]) == ("stream", ("function", "metadata", None, None, None))
+        self.launched.append(((x, y, z), arguments[5:]))
 
 
 @pytest.fixture
-def jitted():
+def jitted(monkeypatch):
+    monkeypatch.setattr("components.kernels.launcher._stream", lambda: "stream")
     return Jitted()
 
 
@@ -61,20 +67,21 @@ def test_what_triton_specialises_on_compiles_a_kernel_anew(jitted, change):
     assert jitted.launched == []
 
 
-def test_a_caller_that_vouches_for_its_calls_finds_the_kernel_without_a_key(jitted, monkeypatch):
-    x, other, kernel, known = torch.zeros(64), torch.ones(64), Kernel(jitted), {}
-    kernel(4, x, 32, BLOCK=8, WIDE=True, known=known)
-    monkeypatch.setattr("components.kernels.launcher._specialisation", None)
-    kernel(6, other, 48, BLOCK=8, WIDE=True, known=known)
-    assert jitted.compiled == 1
-    assert jitted.launched == [((6, 1, 1), (other.data_ptr(), 48, 8, True))]
+def test_launches_taken_down_are_repeated_with_the_addresses_and_numbers_of_another_call(jitted):
+    x, scale, kernel, taken = torch.zeros(64), 0.25, Kernel(jitted), []
+    kernel(4, x, 32, BLOCK=8, WIDE=True, taken=taken)
+    kernel(6, x[16:], scale, BLOCK=8, WIDE=True, taken=taken)
+    launches = Launches(taken, [None, scale, taken[1][2][0], x])
+    assert jitted.launched == []
+    launches([0, 0.75, 128, 256])
+    assert jitted.launched == [((4, 1, 1), (256, 32, 8, True)), ((6, 1, 1), (128, 0.75, 8, True))]
 
 
-def test_what_one_caller_remembers_is_not_taken_for_another(jitted):
-    x, kernel = torch.zeros(64), Kernel(jitted)
-    kernel(4, x, 32, BLOCK=8, WIDE=True, known={})
-    kernel(4, x.half(), 32, BLOCK=8, WIDE=True, known={})
-    assert jitted.compiled == 2
+def test_launches_of_a_tensor_that_is_not_the_calls_own_are_not_repeated(jitted):
+    x, kernel, taken = torch.zeros(64), Kernel(jitted), []
+    kernel(4, x.clone(), 32, BLOCK=8, WIDE=True, taken=taken)
+    with pytest.raises(ValueError, match="not the call's own"):
+        Launches(taken, [x])
 
 
 def test_arguments_share_a_key_only_where_triton_compiles_them_alike():

@@ -42,13 +42,15 @@ class Inputs:
     scale: float
     chunk: int = 0
 
-    def layout(self) -> tuple:
-        """All of them but their contents: what may differ between calls of equal layout is values and addresses."""
-        x = (
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (
             self.q_BTGK, self.k_BTGK, self.v_BTHV, self.a_BTH, self.b_BTH, self.A_log_H, self.dt_bias_H,
             self.initial_state_LHKV, self.starts_L1,
         )  # fmt: skip
-        each = [None if y is None else (y.shape, y.stride(), y.dtype, y.data_ptr() % 16) for y in x]
+
+    def layout(self) -> tuple:
+        """All of them but their contents: what may differ between calls of equal layout is values and addresses."""
+        each = [None if y is None else (y.shape, y.stride(), y.dtype, y.data_ptr() % 16) for y in self.tensors()]
         return self.v_BTHV.device, self.chunk, *each
 
 

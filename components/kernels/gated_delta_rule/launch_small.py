@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from components.kernels.gated_delta_rule import small_heads as kernels
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, given, padded
+from components.kernels.gated_delta_rule.launch import Launch, Sizes, given, padded
 
 ALL_REGISTERS = 255  # of a thread
 
@@ -59,7 +58,7 @@ class SmallHeadsLaunch(Launch):
         self.over_scans = self.documents * self.H * (self.BV // 16)
         self.n_shares = self.n_slots * (self.L // self.C)
 
-    def kept(self) -> Sizes:
+    def kept_sizes(self) -> Sizes:
         chunks, carried = self.n_chunks * self.H, self.n_carried * self.H
         return [
             (chunks * 2 * self.C * self.C, self.compute_dtype),
@@ -69,72 +68,71 @@ class SmallHeadsLaunch(Launch):
             (carried * self.BK * self.BK, torch.float32),
         ]
 
-    def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
-        config, known = self.config, self.known(return_state)
-        buffer = self.new(self.kept_bytes(), dtype=torch.uint8)
-        TP, vectors, scales, states, M = self.kept_in(buffer)
-        o, final = self.new_outputs(x, return_state)
-        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
-        has_initial, where = x.initial_state_LHKV is not None, self.where(x, known)
-        self.gates(x, vectors, (4 * self.C, 4, 1), where, known)
-        parts = self.L // (self.C * config.chunks_per_program)
-        kernels.chunk_matrices(
-            self.over_slots * parts, q, k, TP, vectors, scales, *where, x.scale, self.q_stride, self.k_stride,
-            **self.sizes, LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
-            STAGES=config.matrix_stages, known=known,
-        )  # fmt: skip
-        kernels.segment_summaries(
-            self.over_slots, k, v, TP, scales, states, M, *where, self.k_stride, self.v_stride,
-            **self.sizes, **self.values, STAGES=config.summary_stages, maxnreg=config.summary_registers, known=known,
-        )  # fmt: skip
-        kernels.scan_forward(
-            self.over_scans, states, M, initial, where[0], self.T,
-            **self.scans, K=self.K, V=self.V, INITIAL=has_initial, known=known,
-        )  # fmt: skip
-        kernels.outputs(
-            self.over_slots, q, k, v, TP, scales, states, initial, o, final, *where,
-            self.q_stride, self.k_stride, self.v_stride,
-            **self.sizes, **self.values, INITIAL=has_initial, FINAL=return_state, STAGES=config.output_stages,
-            known=known,
-        )  # fmt: skip
-        return o, final, buffer
+    def forward_sizes(self) -> Sizes:
+        return []
 
-    def backward(self, x: Inputs, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
-        config = self.config
-        TP, vectors, scales, states, M = self.kept_in(buffer)
-        q, k, v, do = x.q_BTGK, x.k_BTGK, x.v_BTHV, do_BTHV.contiguous()
-        initial, dfinal = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do)
-        known = self.known(do, dfinal_LHKV is None, dfinal)
-        where, has_initial = self.where(x, known), x.initial_state_LHKV is not None
+    def backward_sizes(self) -> Sizes:
         chunks = self.n_chunks * self.H
-        R, SU, dG, beta2_dbeta, shares = self.new_pieces([
-            (states.numel(), torch.float32),
+        return [
+            (self.n_carried * self.H * self.BV * self.BK, torch.float32),
             (chunks * self.BV * (self.BK + self.C), self.compute_dtype),
             (chunks * self.C, torch.float32),
             (chunks * self.C, torch.float32),
             (2 * self.n_shares * self.H, torch.float32),
-        ])  # fmt: skip
-        walk = {**self.sizes, **self.values, "known": known}
+        ]
+
+    def launch_forward(self, taken, x, kept, slots, o, final) -> None:
+        config, (TP, vectors, scales, states, M) = self.config, kept
+        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
+        has_initial, where = x.initial_state_LHKV is not None, self.where(x, slots, taken)
+        self.gates(x, vectors, (4 * self.C, 4, 1), where, taken)
+        parts = self.L // (self.C * config.chunks_per_program)
+        kernels.chunk_matrices(
+            self.over_slots * parts, q, k, TP, vectors, scales, *where, x.scale, self.q_stride, self.k_stride,
+            **self.sizes, LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
+            STAGES=config.matrix_stages, taken=taken,
+        )  # fmt: skip
+        kernels.segment_summaries(
+            self.over_slots, k, v, TP, scales, states, M, *where, self.k_stride, self.v_stride,
+            **self.sizes, **self.values, STAGES=config.summary_stages, maxnreg=config.summary_registers, taken=taken,
+        )  # fmt: skip
+        kernels.scan_forward(
+            self.over_scans, states, M, initial, where[0], self.T,
+            **self.scans, K=self.K, V=self.V, INITIAL=has_initial, taken=taken,
+        )  # fmt: skip
+        kernels.outputs(
+            self.over_slots, q, k, v, TP, scales, states, initial, o, final, *where,
+            self.q_stride, self.k_stride, self.v_stride,
+            **self.sizes, **self.values, INITIAL=has_initial, FINAL=len(final) > 0, STAGES=config.output_stages,
+            taken=taken,
+        )  # fmt: skip
+
+    def launch_backward(
+        self, taken, x, kept, slots, R, SU, dG, beta2_dbeta, shares,
+        do, dfinal, dq, dk, dv, da, db, dA_log, ddt_bias, dinitial,
+    ) -> None:  # fmt: skip
+        config, (TP, vectors, scales, states, M) = self.config, kept
+        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, do)
+        has_initial, has_final, dfinal = x.initial_state_LHKV is not None, dfinal is not None, given(dfinal, do)
+        where = self.where(x, slots, taken)
+        walk = {**self.sizes, **self.values, "taken": taken}
         kernels.segment_gradients(
             self.over_slots, q, k, do, TP, scales, R, dfinal, *where, self.q_stride, self.k_stride, **walk,
-            FINAL=dfinal_LHKV is not None, STAGES=config.reverse_stages,
+            FINAL=has_final, STAGES=config.reverse_stages,
         )  # fmt: skip
-        kernels.scan_backward(self.over_scans, R, M, where[0], self.T, **self.scans, known=known)
+        kernels.scan_backward(self.over_scans, R, M, where[0], self.T, **self.scans, taken=taken)
         kernels.chunk_states(
             self.over_slots, k, v, TP, scales, states, initial, SU, *where, self.k_stride, self.v_stride, **walk,
             INITIAL=has_initial, STAGES=config.state_stages,
         )  # fmt: skip
-        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients(x)
-        dinitial = torch.empty_like(initial) if has_initial else None
         kernels.gradients(
             self.over_slots, q, k, q, k, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta,
             given(dinitial, do), *where, x.scale, self.q_stride, self.k_stride,
             **(walk | {"num_warps": config.gradient_warps}),
-            INITIAL=has_initial, FINAL=dfinal_LHKV is not None, STAGES=config.gradient_stages,
+            INITIAL=has_initial, FINAL=has_final, STAGES=config.gradient_stages,
         )  # fmt: skip
         kernels.gate_gradients(
             self.over_gates, dG, beta2_dbeta, vectors, da, db, shares, *where, self.n_shares, **self.gated,
-            CT=self.numbers["CT"], num_warps=1, known=known,
+            CT=self.numbers["CT"], num_warps=1, taken=taken,
         )  # fmt: skip
-        self.reduce_shares(shares, dA_log, ddt_bias, known)
-        return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial
+        self.reduce_shares(shares, dA_log, ddt_bias, taken)

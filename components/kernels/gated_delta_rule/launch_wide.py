@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from components.kernels.gated_delta_rule import wide_heads as kernels
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.launch import Gradients, Launch, Sizes, ceil_div, given
+from components.kernels.gated_delta_rule.launch import Launch, Sizes, ceil_div, given
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class WideHeadsLaunch(Launch):
         )
         self.over_chunks, self.over_sequences = self.n_slots * self.H, self.documents * self.H * self.swept["BLOCKS"]
 
-    def kept(self) -> Sizes:
+    def kept_sizes(self) -> Sizes:
         chunks, C, BK = self.n_chunks * self.H, self.C, self.BK
         return [
             (chunks * 2 * C * C, self.compute_dtype),
@@ -60,55 +59,53 @@ class WideHeadsLaunch(Launch):
             (chunks * C * BK, self.compute_dtype),
         ]
 
-    def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
-        config, known = self.config, self.known(return_state)
-        buffer = self.new(self.kept_bytes(), dtype=torch.uint8)
-        TP, vectors, M, keys, queries = self.kept_in(buffer)
-        values = self.new(self.n_chunks * self.H * self.C * self.C, dtype=self.compute_dtype)
-        o, final = self.new_outputs(x, return_state)
-        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
-        where = self.where(x, known)
-        self.gates(x, vectors, (6 * self.C, 1, self.C), where, known)
-        kernels.chunk_maps(
-            self.over_chunks, q, k, TP, vectors, M, keys, queries, values, *where, x.scale,
-            self.q_stride, self.k_stride, **self.sizes, **self.heads, LEVELS=self.C.bit_length() - 1,
-            IT=self.inverse_dtype, num_warps=config.chunk_warps, known=known,
-        )  # fmt: skip
-        kernels.outputs(
-            self.over_sequences, v, M, keys, queries, values, vectors, initial, o, final, where[0], self.T,
-            self.v_stride, **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None, FINAL=return_state,
-            STAGES=config.output_stages, num_warps=config.sweep_warps, known=known,
-        )  # fmt: skip
-        return o, final, buffer
+    def forward_sizes(self) -> Sizes:
+        return [(self.n_chunks * self.H * self.C * self.C, self.compute_dtype)]
 
-    def backward(self, x: Inputs, buffer: Tensor, do_BTHV: Tensor, dfinal_LHKV: Tensor | None) -> Gradients:
-        config = self.config
-        TP, vectors, M, keys, queries = self.kept_in(buffer)
+    def backward_sizes(self) -> Sizes:
         chunks = self.n_chunks * self.H
-        states, dstates, dPD, sums, shares = self.new_pieces([
+        return [
             (chunks * self.rows * self.BK, self.compute_dtype),
             (chunks * self.rows * self.BK, self.compute_dtype),
             (chunks * self.C * self.C, self.compute_dtype),
             (chunks * self.C, torch.float32),
             (2 * self.n_slots * self.H, torch.float32),
-        ])  # fmt: skip
-        q, k, v, do = x.q_BTGK, x.k_BTGK, x.v_BTHV, do_BTHV.contiguous()
-        initial, dfinal = given(x.initial_state_LHKV, do), given(dfinal_LHKV, do)
-        known = self.known(do, dfinal_LHKV is None, dfinal)
-        where = self.where(x, known)
-        dq, dk, dv, da, db, dA_log, ddt_bias = self.new_gradients(x)
-        dinitial = None if x.initial_state_LHKV is None else torch.empty_like(initial)
+        ]
+
+    def launch_forward(self, taken, x, kept, slots, values, o, final) -> None:
+        config, (TP, vectors, M, keys, queries) = self.config, kept
+        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
+        where = self.where(x, slots, taken)
+        self.gates(x, vectors, (6 * self.C, 1, self.C), where, taken)
+        kernels.chunk_maps(
+            self.over_chunks, q, k, TP, vectors, M, keys, queries, values, *where, x.scale,
+            self.q_stride, self.k_stride, **self.sizes, **self.heads, LEVELS=self.C.bit_length() - 1,
+            IT=self.inverse_dtype, num_warps=config.chunk_warps, taken=taken,
+        )  # fmt: skip
+        kernels.outputs(
+            self.over_sequences, v, M, keys, queries, values, vectors, initial, o, final, where[0], self.T,
+            self.v_stride, **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None, FINAL=len(final) > 0,
+            STAGES=config.output_stages, num_warps=config.sweep_warps, taken=taken,
+        )  # fmt: skip
+
+    def launch_backward(
+        self, taken, x, kept, slots, states, dstates, dPD, sums, shares,
+        do, dfinal, dq, dk, dv, da, db, dA_log, ddt_bias, dinitial,
+    ) -> None:  # fmt: skip
+        config, (TP, vectors, M, keys, queries) = self.config, kept
+        q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, do)
+        has_final, dfinal, where = dfinal is not None, given(dfinal, do), self.where(x, slots, taken)
         walk = {"STAGES": config.sweep_stages, "num_warps": config.sweep_warps, **self.sizes, **self.swept}
-        walk["known"] = known
+        walk["taken"] = taken
         kernels.states_before(
             self.over_sequences, v, M, keys, vectors, initial, states, where[0], self.T, self.v_stride,
             **walk, INITIAL=dinitial is not None,
         )  # fmt: skip
         kernels.state_gradients_after(
             self.over_sequences, do, M, queries, vectors, dfinal, dstates, given(dinitial, do), where[0], self.T,
-            **walk, INITIAL=dinitial is not None, FINAL=dfinal_LHKV is not None,
+            **walk, INITIAL=dinitial is not None, FINAL=has_final,
         )  # fmt: skip
-        sizes = {**self.sizes, **self.heads, "num_warps": config.chunk_warps, "known": known}
+        sizes = {**self.sizes, **self.heads, "num_warps": config.chunk_warps, "taken": taken}
         kernels.query_gradients(
             self.over_chunks, q, k, v, do, TP, vectors, states, dv, dPD, sums, dq, *where, x.scale,
             self.q_stride, self.k_stride, self.v_stride, **sizes, **self.queried, STAGES=config.query_stages,
@@ -117,5 +114,4 @@ class WideHeadsLaunch(Launch):
             self.over_chunks, q, k, do, TP, vectors, states, dstates, dPD, sums, dk, dv, da, db, shares, *where,
             self.q_stride, self.k_stride, self.n_slots, **sizes, **self.keyed, STAGES=config.key_stages,
         )  # fmt: skip
-        self.reduce_shares(shares, dA_log, ddt_bias, known)
-        return self.sum_groups(dq, q), self.sum_groups(dk, k), dv, da, db, dA_log, ddt_bias, dinitial
+        self.reduce_shares(shares, dA_log, ddt_bias, taken)

@@ -103,7 +103,7 @@ def use_fused(allowed: bool) -> None:
     _forms.clear()
 
 
-_forms: dict[tuple, Launch | None] = {}  # by the layout of their inputs
+_forms: dict[tuple, tuple[Launch | None, bool]] = {}  # and whether inputs are copied for it, by their layout
 MOST_FORMS = 256  # then all are made anew: prompts of any length come along
 
 
@@ -116,14 +116,16 @@ def _form(inputs: Inputs) -> Launch | None:
     return None if config is None else config.launch(inputs)
 
 
-def _form_again(inputs: Inputs) -> Launch | None:
-    """The same, remembered: what a form works out once is what its kernels are launched with every time."""
+def _form_again(inputs: Inputs) -> tuple[Launch | None, Inputs]:
+    """The same, remembered, and its dense inputs: what a form works out once is what is launched every time."""
     layout = inputs.layout()
     if layout not in _forms:
         if len(_forms) == MOST_FORMS:
             _forms.clear()
-        _forms[layout] = _form(inputs)
-    return _forms[layout]
+        even = dense(inputs)
+        _forms[layout] = _form(even), even is not inputs
+    form, copied = _forms[layout]
+    return form, dense(inputs) if copied else inputs
 
 
 # Defined by their schemas: what `torch.library.custom_op` checks at every call takes longer than all our launches.
@@ -139,8 +141,7 @@ torch.library.define(_BACKWARD, f"(Tensor do, Tensor? dstate, Tensor kept, {_INP
 
 def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """o, the final state (empty unless asked for) and the bytes kept for backward."""
-    inputs, return_state = dense(Inputs(*arguments[:-1])), arguments[-1]
-    form = _form_again(inputs)
+    (form, inputs), return_state = _form_again(Inputs(*arguments[:-1])), arguments[-1]
     if form is not None:
         return form.forward(inputs, return_state)
     o, state = chunk.forward(inputs, return_state)
@@ -158,14 +159,13 @@ def _(*arguments):
     documents = v.shape[0] if starts is None else starts.shape[0] - 1
     shape = (documents, v.shape[2], inputs.q_BTGK.shape[3], v.shape[3]) if return_state else (0,)
     state = v.new_empty(shape, dtype=state_dtype(v.dtype))
-    kept = v.new_empty(0 if form is None else form.kept_bytes(), dtype=torch.uint8)
+    kept = v.new_empty(0 if form is None else form.kept.bytes, dtype=torch.uint8)
     return torch.empty_like(v, memory_format=torch.contiguous_format), state, kept
 
 
 def _backward(do, dstate, kept, *arguments) -> list[Tensor]:
     """Gradients of q, k, v, a, b, A_log, dt_bias, and of the initial state if there is one."""
-    inputs = dense(Inputs(*arguments))
-    form = _form_again(inputs)
+    form, inputs = _form_again(Inputs(*arguments))
     gradients = chunk.backward(inputs, do, dstate) if form is None else form.backward(inputs, kept, do, dstate)
     return [g for g in gradients if g is not None]
 
