@@ -131,18 +131,18 @@ def test_ops_of_ours_keep_what_they_keep_on_cuda():
             assert tracker.live > 2 * o.nbytes
 
 
-# GiB on one H200 (docs/performance.md): the most allocated, and reserved where that was noted of a recorded run.
-SPARED = 1.9  # by the gated norm as one op, where nothing is compiled or recomputed: measured before, planned less
+# GiB on one H200 (docs/performance.md): the most allocated, and reserved where a run was recorded.
 ONE = ("--training.global_batch_size", "4")  # a step of one micro-batch
 UNCOMPILED = (*ONE, "--compile.no_enable")
 EAGER = (*UNCOMPILED, "--parallelism.plan", "fsdp2", "--cuda_graph.no_enable")
 MEASURED = [
     ("hymo_primary", ONE, 33.5, 43.2),
-    ("hymo_primary", UNCOMPILED, 36.0 - SPARED, None),
+    ("hymo_primary", UNCOMPILED, None, 44.2),
     ("hymo_primary", (*UNCOMPILED, "--activation_checkpoint.mode", "full"), 19.3, None),
-    ("hymo_primary", (*EAGER, "--fused_gdn.no_enable"), 37.0 - SPARED, None),
-    ("hymo_primary", (*EAGER, "--moe_mixed_precision.no_enable"), 41.3 - SPARED, None),
-    ("hymo_primary", (*EAGER, "--parallelism.expert_wrapping", "per_expert"), 39.1 - SPARED, None),
+    ("hymo_primary", EAGER, 35.8, None),
+    ("hymo_primary", (*EAGER, "--fused_gdn.no_enable"), 35.1, None),
+    ("hymo_primary", (*EAGER, "--moe_mixed_precision.no_enable"), 39.6, None),
+    ("hymo_primary", (*EAGER, "--parallelism.expert_wrapping", "per_expert"), 37.4, None),
     ("chimera_510m", (), 43.5, 49.6),
     ("swarm_blackwell_v2", (), 65.6, 75.4),
 ]
@@ -153,7 +153,8 @@ def test_the_memory_that_was_measured_is_planned_to_10_percent(name, how, alloca
     flags = ["--job.config_file", f"{RECIPES}/{name}.toml", "--job.overlay", f"{RECIPES}/scales/bundled_data.toml"]
     recipe = load([*flags, *how], needs_data=False)
     planned = memory_per_rank(recipe, footprint(recipe), 1)
-    assert planned["allocated"] / 2**30 == pytest.approx(allocated, rel=0.1)
+    if allocated:
+        assert planned["allocated"] / 2**30 == pytest.approx(allocated, rel=0.1)
     if reserved:
         assert planned["total"] / 2**30 == pytest.approx(reserved, rel=0.1)
 
