@@ -466,6 +466,31 @@ def _key_gradients(
     return dk - kf * (k_dk * rk * rk)[:, None], 2 * asking - k_dk, u, U_dX
 
 
+@triton.jit
+def _gradient_after(
+    R, dfinal, start, stop, end, document, h, ov, ok,
+    H: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """That of the state after a segment, V by K."""
+    if stop == end:
+        dS = load_state(dfinal, document * H + h, ov, ok, K, V, FINAL)
+    else:
+        dS = tl.load(_carried(R, start + L, h, ov, ok, H, L))
+    return dS
+
+
+@triton.jit
+def _value_gradients(
+    k_CK, do_CV, dSc, matrices, before, after, C: tl.constexpr, CT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """dX, which is dv too, and dX with what its tokens ask with (C by V), by the chunk's T and P."""
+    dU = after[:, None] * dot(k_CK, _transposed(dSc), CT, PRECISION)
+    T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
+    dU += dot(P_CC, do_CV, CT, PRECISION)
+    dX = dot(T_CC, _through_shared(dU.to(CT)), CT, PRECISION)
+    return dX.to(CT), (dX * -before[:, None]).to(CT)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def gradients(
@@ -488,18 +513,11 @@ def gradients(
     row, column = oc[:, None], oc[None, :]
     inside_K, inside_V = (ok < K)[None, :], (ov < V)[None, :]
     first = start.to(tl.int64)
-    q += first * q_stride + h // GROUP * K
-    k += first * k_stride + h // GROUP * K
-    q_again += first * q_stride + h // GROUP * K
-    k_again += first * k_stride + h // GROUP * K
-    do += first * H * V + h * V
-    dq += first * H * K + h * K
-    dk += first * H * K + h * K
-    dv += first * H * V + h * V
-    if stop == end:
-        dS = load_state(dfinal, document * H + h, ov, ok, K, V, FINAL)
-    else:
-        dS = tl.load(_carried(R, start + L, h, ov, ok, H, L))
+    at_q, at_k = first * q_stride + h // GROUP * K, first * k_stride + h // GROUP * K
+    at_K, at_V = first * H * K + h * K, first * H * V + h * V
+    q, k, q_again, k_again = q + at_q, k + at_k, q_again + at_q, k_again + at_k
+    do, dq, dk, dv = do + at_V, dq + at_K, dk + at_K, dv + at_V
+    dS = _gradient_after(R, dfinal, start, stop, end, document, h, ov, ok, H, L, K, V, FINAL)
     eye, per_scale2 = tl.where(row == column, 1.0, 0.0).to(CT), 1.0 / (scale * scale)
     n = tl.cdiv(stop - start, C)
     gamma = _load_gamma(scales, ((start + (n - 1) * C) // C + document).to(tl.int64) * H + h, C, n > 0)
@@ -524,12 +542,8 @@ def gradients(
         )
         tl.store(tile(dq, t - start, H * K, oc, ok), dq_CK.to(dq.dtype.element_ty), mask=here & inside_K)
 
-        dU = after[:, None] * dot(k_CK, _transposed(dSc), CT, PRECISION)
         matrices = TP + chunk * (2 * C * C) + row * C + column
-        T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
-        dU += dot(P_CC, do_CV, CT, PRECISION)
-        dX = dot(T_CC, _through_shared(dU.to(CT)), CT, PRECISION)
-        dX_CV, before_dX_CV = dX.to(CT), (dX * -before[:, None]).to(CT)
+        dX_CV, before_dX_CV = _value_gradients(k_CK, do_CV, dSc, matrices, before, after, C, CT, PRECISION)
         tl.store(tile(dv, t - start, H * V, oc, ov), dX_CV, mask=here & inside_V)
 
         k_again_CK = tl.load(tile(k_again, t - start, k_stride, oc, ok), mask=here & inside_K, other=0.0)
