@@ -142,10 +142,10 @@ OFFERED = [(w, chunk) for w in ((16, 16), (32, 20), (16, 40), (64, 64)) for chun
 
 @pytest.mark.parametrize(("widths", "chunk"), OFFERED)
 def test_every_chunk_that_is_offered_gives_the_outputs_and_gradients_of_float64(widths, chunk):
-    """As the op launches it: 16 to 32 tokens a chunk of small heads lie over a segment of 320."""
+    """As the op launches it: of small heads tokens of more than one segment."""
     config = choose(*widths, chunk=chunk)
     assert config.chunk == chunk
-    x = inputs(1, 2 * chunk + 3 if max(widths) > 32 else 330, 1, 1, *widths)
+    x = inputs(1, 2 * chunk + 3 if max(widths) > 32 else config.segment + 10, 1, 1, *widths)
     do, dstate = upstream(x)
     check(x, run(x, do, dstate, config), exact(x, do, dstate), 1e-5, 1e-5)
 
@@ -155,6 +155,13 @@ def test_a_chunk_without_a_kernel_is_refused_with_those_that_have_one():
         with pytest.raises(ValueError, match=f"chunk = {refused}: heads of .* {K} .* {V} have kernels .* {offered} "):
             choose(K, V, chunk=refused)
     assert choose(32, 32, chunk=16) == choose(32, 32) and choose(64, 128, chunk=64) == choose(64, 128)
+
+
+def test_registers_of_small_heads_are_held_down_only_where_nothing_spills_then():
+    whole = SmallHeads().summary_registers
+    assert choose(32, 32).summary_registers < whole
+    for elsewhere in (dict(capability=(8, 0)), dict(dtype=torch.float32), dict(chunk=32)):
+        assert choose(32, 32, **elsewhere).summary_registers == whole, elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +351,7 @@ def test_every_width_dtype_and_chunk_on_the_gpu(widths, dtype, chunk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 65, 319, 320, 321, 4096])
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 65, 447, 448, 449, 4096])
 def test_every_length_on_the_gpu(T):
     check_on_gpu(inputs(1, T, 3, 3, 32, 32, dtype=torch.bfloat16, initial=T % 2 == 0), dstate_too=T % 3 > 0)
 
