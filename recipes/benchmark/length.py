@@ -120,6 +120,7 @@ def draw(figures: Figures) -> Any:
             axes.plot([x for x, _ in known], [y for _, y in known], marker="o", label=recipe)
         axes.set_xticks(sorted({row["length"] for row in figures["rows"]}))
         axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
