@@ -84,8 +84,8 @@ class Recurrence(nn.Module):
         v_skip: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """q, k (B, T, H, K); v (B, T, H, V); a, b (B, T, H); gate (B, T, H V). norm(o + D v) ⊙ SiLU(gate), which has
-        the gate's shape, and with a cache the state after the last token. With D comes
-        v_skip, v as D multiplies it: where one tensor is handed out twice, the other time."""
+        the gate's shape, and with a cache the state after the last token. `v_skip`, which comes with D, is the v that D
+        multiplies: v itself, or what else was handed out of it."""
         o_BTHV, state = self._outputs(q, k, v, a, b, ctx, cache)
         return gated_norm(o_BTHV, gate, norm.weight, v_BTHV=v_skip, D_H=self.D, eps=norm.eps), state
 

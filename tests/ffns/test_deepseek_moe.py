@@ -7,6 +7,7 @@ import registry
 from components.ffns.deepseek_moe import choice_counts, choose
 from components.kernels.grouped_gemm.op import mixture_of_swiglu
 from components.kernels.grouped_gemm.reference import mixture_of_swiglu_reference
+from components.kernels.router_product import reference as router_product
 from components.parallel.activation_checkpoint import apply_activation_checkpoint
 from components.parallel.plan import exact_parameters
 from components.parameters import initialise
@@ -120,6 +121,19 @@ def test_counts_are_those_of_the_whole_batch_under_accumulation_and_checkpointin
         before = output.aux["layers.0.counts"].clone()
         output.loss_sums.sum().backward()  # runs the blocks again
         assert output.aux["layers.0.counts"].tolist() == before.tolist() == plain
+
+
+def test_the_routers_product_is_not_repeated_where_all_but_products_are_recomputed(monkeypatch):
+    done, product = [], router_product.product
+    monkeypatch.setattr(router_product, "product", lambda x, weight: done.append(x) or product(x, weight))
+    for mode, option, repeats in (("full", "op", 2), ("selective", "op", 1)):
+        done.clear()
+        lm = model(dtype=torch.float32)
+        apply_activation_checkpoint(lm, mode, option)
+        loss = lm(batch(tokens())).loss_sums.sum()
+        once = len(done)
+        loss.backward()
+        assert once and len(done) == repeats * once, mode
 
 
 def test_a_forward_leaves_bias_and_load_alone():
