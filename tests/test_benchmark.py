@@ -1,6 +1,8 @@
 """The benchmark's gate: what it takes for right, and the inputs it hands to a peer."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,3 +37,23 @@ def test_the_rule_on_decays_and_strengths_is_the_rule_on_the_gates_that_give_the
     A_log, dt_bias = torch.randn(2, 2, dtype=torch.float64)
     expected = gated_delta_rule(q, k, v, a, b, A_log, dt_bias)[0]
     torch.testing.assert_close(kernels.exact_from_decays(q, k, v, log_decay(a, A_log, dt_bias), b.sigmoid()), expected)
+
+
+def test_wall_times_are_medians_of_turns_and_a_kernel_that_was_not_timed_has_none(monkeypatch):
+    asked = []
+    times = {"ours": iter([3.0, 1.0, 2.0, 9.0, 1.5]), "fla": iter([8.0, 7.0, 6.0, 5.0, 4.0])}
+
+    def wall_time(calls, seconds):
+        asked.append(calls[0]())
+        return next(times[asked[-1]])
+
+    def provider(name):
+        return lambda shape, seed: SimpleNamespace(both=lambda: name)
+
+    monkeypatch.setattr(kernels, "wall_time", wall_time)
+    results = [dataclasses.replace(result(), provider=name, both_gpu=1.0) for name in times] + [result()]
+    results[-1] = dataclasses.replace(results[-1], provider="wrong")
+    found = kernels.with_wall_times(results, {name: provider(name) for name in (*times, "wrong")}, 0.0)
+    assert [r.both_wall for r in found[:2]] == [2.0, 6.0]
+    assert math.isnan(found[2].both_wall)
+    assert asked == ["ours", "fla"] * kernels.TURNS

@@ -1,15 +1,17 @@
 """Kernels, measured once they have been found right: `python -m recipes.benchmark kernels`.
 
 For each shape: relative errors of outputs and gradients against float64 on the same device first (a wrong kernel is
-not timed), then GPU time, wall time with launches, extra memory, and the share of a roofline whose two ceilings (a
-large copy, a large bfloat16 product) are measured in the same run. Where flash-linear-attention can be imported its
-kernels run on the same inputs beside ours. Ratios to the ceilings travel between machines; single times do not.
+not timed), then GPU time, wall time with launches (the median of turns, since the host's speed changes within seconds),
+extra memory, and the share of a roofline whose two ceilings (a large copy, a large bfloat16 product) are measured in
+the same run. Where flash-linear-attention can be imported its kernels run on the same inputs beside ours. Ratios to the
+ceilings travel between machines; single times do not.
 """
 
 import dataclasses
 import importlib
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from recipes.benchmark.timing import count_launches, device, extra_memory, gpu_t
 
 OUT_LIMIT, GRADIENT_LIMIT = 5e-3, 1.5e-2  # relative L2 error against float64
 PEER_SLACK = 2  # a peer is timed, and its verdict printed, up to twice that error
+TURNS = 5  # of each provider's wall time
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,9 @@ def kernels(
     results = []
     for name in shapes:
         for kernel, providers in (("gated_delta_rule", rule_providers()), ("short_conv", conv_providers())):
-            for provider, make in providers.items():
-                results.append(measure(kernel, name, provider, make, ceilings, seconds))
-                print_table(results[-1:], ceilings)
+            measured = [measure(kernel, name, *provider, ceilings, seconds) for provider in providers.items()]
+            results += with_wall_times(measured, providers, seconds)
+            print_table(results[-len(measured) :], ceilings)
     print_table(results, ceilings)
     if json_file:
         rows = [{**dataclasses.asdict(r), "right": r.right} for r in results]
@@ -120,11 +123,12 @@ def kernels(
 
 
 def measure(kernel: str, name: str, provider: str, make: Callable, ceilings: dict, seconds: float) -> Result:
+    """All but wall time; errors alone of a kernel that is wrong."""
     shape = SHAPES[name]
     result = Result(kernel, name, provider, errors(make(dataclasses.replace(shape, B=1, T=700), 0)))
     if not result.within(1 if provider == "ours" else PEER_SLACK):
         return result
-    problems = [make(shape, seed) for seed in range(3)]  # rotated, so that no input waits in the cache
+    problems = rotated(make, shape)
     forwards = [lambda p=p: p.forward(*(x.detach() for x in p.inputs)) for p in problems]
     boths = [p.both for p in problems]
     moved, operations = (rule_cost if kernel == "gated_delta_rule" else conv_cost)(shape)
@@ -132,11 +136,24 @@ def measure(kernel: str, name: str, provider: str, make: Callable, ceilings: dic
         result,
         forward_gpu=gpu_time(forwards, seconds),
         both_gpu=gpu_time(boths, seconds),
-        both_wall=wall_time(boths, seconds),
         launches=count_launches(boths[0]),
         extra_mib=extra_memory(boths[0]) / 2**20,
         roofline=1e3 * max(moved / ceilings["copy_bytes"], operations / ceilings["matmul_flops"]),
     )
+
+
+def rotated(make: Callable, shape: Shape) -> list[Problem]:
+    """Problems that take turns, so that no input waits in the cache."""
+    return [make(shape, seed) for seed in range(3)]
+
+
+def with_wall_times(results: list[Result], providers: dict[str, Callable], seconds: float) -> list[Result]:
+    """Results of one kernel and shape; those that were timed also with the median of their wall times in turns."""
+    timed = [r.provider for r in results if not math.isnan(r.both_gpu)]
+    calls = {name: [p.both for p in rotated(providers[name], SHAPES[results[0].shape])] for name in timed}
+    turns = [{name: wall_time(both, seconds) for name, both in calls.items()} for _ in range(TURNS)]
+    walls = {name: statistics.median(turn[name] for turn in turns) for name in timed}
+    return [dataclasses.replace(r, both_wall=walls.get(r.provider, math.nan)) for r in results]
 
 
 # Problems -----------------------------------------------------------------------------------------

@@ -68,11 +68,12 @@ def call(form, x, do=None, final=True):
 
 def in_the_same_memory(form, x, do):
     """Makes every call of the form allocate the same tensors, by the order in which it asks."""
-    new, memory = form.new, {}
+    new, new_like, memory = form.new, form.new_like, {}
 
     def call_again():
         places = itertools.count()
         form.new = lambda *shape, **options: memory.setdefault(next(places), new(*shape, **options))
+        form.new_like = lambda x: memory.setdefault(next(places), new_like(x))
         call(form, x, do)
 
     return call_again

@@ -351,7 +351,7 @@ def test_every_width_dtype_and_chunk_on_the_gpu(widths, dtype, chunk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 65, 447, 448, 449, 4096])
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 65, 223, 224, 225, 448, 4096])
 def test_every_length_on_the_gpu(T):
     check_on_gpu(inputs(1, T, 3, 3, 32, 32, dtype=torch.bfloat16, initial=T % 2 == 0), dstate_too=T % 3 > 0)
 

@@ -56,7 +56,7 @@ def choose(
     check_chunk(K, V, chunk)
     if chunk == tuned.chunk:
         return tuned
-    if isinstance(tuned, SmallHeads):  # programs of 64 tokens, which a segment is a multiple of
+    if isinstance(tuned, SmallHeads):  # programs of 64 tokens in `chunk_matrices`
         sizes = {"chunk": chunk, "chunks_per_program": 64 // chunk, "gradient_warps": chunk // 16}
         return replace(tuned, **sizes, summary_registers=ALL_REGISTERS)
     return replace(tuned, chunk=chunk)

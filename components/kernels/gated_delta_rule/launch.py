@@ -77,8 +77,10 @@ class Launch(ABC):
         """Of each tensor that backward works in."""
 
     @abstractmethod
-    def launch_forward(self, taken: Taken, x: Inputs, kept: list[Tensor], slots: Tensor, *tensors: Tensor) -> None:
-        """`tensors`: those of `forward_sizes`, o and the final state, which is empty unless asked for."""
+    def launch_forward(
+        self, taken: Taken, x: Inputs, kept: list[Tensor], slots: Tensor, *tensors: Tensor | None
+    ) -> None:
+        """`tensors`: those of `forward_sizes`, o and the final state (None unless asked for)."""
 
     @abstractmethod
     def launch_backward(
@@ -104,9 +106,10 @@ class Launch(ABC):
         """Each segment slot's document, if they are packed."""
         return ceil_div(self.n_slots, 4) * 4 if self.packed else 0, torch.int32
 
-    def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """o_BTHV, final_state_LHKV (empty unless asked for), and the buffer of what backward needs."""
-        o, final = self.new_outputs(x, return_state)
+    def forward(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """o_BTHV, final_state_LHKV (None unless asked for), and the buffer of what backward needs."""
+        o = self.new_like(x.v_BTHV)
+        final = self.new(self.documents, self.H, self.K, self.V) if return_state else None
         kept = self.new_bytes(self.kept)
         self.repeat(self.launch_forward, (return_state,), x, kept, self.forward_scratch, o, final)
         return o, final, kept
@@ -142,15 +145,15 @@ class Launch(ABC):
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def new_bytes(self, pieces: Pieces) -> Tensor:
-        return self.new(pieces.bytes, dtype=torch.uint8)
-
     def new_like(self, x: Tensor) -> Tensor:
-        return self.new(*x.shape, dtype=x.dtype)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    def new_outputs(self, x: Inputs, return_state: bool) -> tuple[Tensor, Tensor]:
-        state = self.new(self.documents, self.H, self.K, self.V) if return_state else self.new(0)
-        return self.new_like(x.v_BTHV), state
+    def new_bytes(self, pieces: Pieces) -> Tensor:
+        return self.new(pieces.bytes, dtype=torch.uint8) if pieces.bytes else self.nothing
+
+    @cached_property
+    def nothing(self) -> Tensor:
+        return self.new(0, dtype=torch.uint8)
 
     def new_gradients(self, x: Inputs) -> list[Tensor | None]:
         """Buffers for dq, dk, dv, da, db, dA_log, ddt_bias and the initial state's, if there is one: those of q and k

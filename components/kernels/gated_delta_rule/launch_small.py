@@ -7,7 +7,7 @@ import triton.language as tl
 
 from components.kernels.gated_delta_rule import small_heads as kernels
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.launch import Launch, Sizes, given, padded
+from components.kernels.gated_delta_rule.launch import Launch, Sizes, ceil_div, given, padded
 
 ALL_REGISTERS = 255  # of a thread
 
@@ -19,14 +19,14 @@ class SmallHeads:
     `segment_summaries` may take."""
 
     chunk: int = 16
-    segment: int = 448
-    chunks_per_program: int = 4
+    segment: int = 224
+    chunks_per_program: int = 7
     matrix_stages: int = 3
-    summary_stages: int = 3
+    summary_stages: int = 2
     summary_registers: int = ALL_REGISTERS
     scan_stages: int = 3
-    output_stages: int = 3
-    reverse_stages: int = 2
+    output_stages: int = 2
+    reverse_stages: int = 3
     state_stages: int = 3
     gradient_stages: int = 3
     gradient_warps: int = 1
@@ -86,7 +86,7 @@ class SmallHeadsLaunch(Launch):
         q, k, v, initial = x.q_BTGK, x.k_BTGK, x.v_BTHV, given(x.initial_state_LHKV, o)
         has_initial, where = x.initial_state_LHKV is not None, self.where(x, slots, taken)
         self.gates(x, vectors, (4 * self.C, 4, 1), where, taken)
-        parts = self.L // (self.C * config.chunks_per_program)
+        parts = ceil_div(self.L, self.C * config.chunks_per_program)
         kernels.chunk_matrices(
             self.over_slots * parts, q, k, TP, vectors, scales, *where, x.scale, self.q_stride, self.k_stride,
             **self.sizes, LEVELS=self.C.bit_length() - 1, PER=config.chunks_per_program, IT=self.inverse_dtype,
@@ -101,9 +101,9 @@ class SmallHeadsLaunch(Launch):
             **self.scans, K=self.K, V=self.V, INITIAL=has_initial, taken=taken,
         )  # fmt: skip
         kernels.outputs(
-            self.over_slots, q, k, v, TP, scales, states, initial, o, final, *where,
+            self.over_slots, q, k, v, TP, scales, states, initial, o, given(final, o), *where,
             self.q_stride, self.k_stride, self.v_stride,
-            **self.sizes, **self.values, INITIAL=has_initial, FINAL=len(final) > 0, STAGES=config.output_stages,
+            **self.sizes, **self.values, INITIAL=has_initial, FINAL=final is not None, STAGES=config.output_stages,
             taken=taken,
         )  # fmt: skip
 

@@ -83,9 +83,9 @@ class WideHeadsLaunch(Launch):
             IT=self.inverse_dtype, num_warps=config.chunk_warps, taken=taken,
         )  # fmt: skip
         kernels.outputs(
-            self.over_sequences, v, M, keys, queries, values, vectors, initial, o, final, where[0], self.T,
-            self.v_stride, **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None, FINAL=len(final) > 0,
-            STAGES=config.output_stages, num_warps=config.sweep_warps, taken=taken,
+            self.over_sequences, v, M, keys, queries, values, vectors, initial, o, given(final, o), where[0], self.T,
+            self.v_stride, **self.sizes, **self.swept, INITIAL=x.initial_state_LHKV is not None,
+            FINAL=final is not None, STAGES=config.output_stages, num_warps=config.sweep_warps, taken=taken,
         )  # fmt: skip
 
     def launch_backward(

@@ -49,7 +49,7 @@ def gated_delta_rule(
     _check(q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, chunk)
     scale = q_BTGK.shape[-1] ** -0.5 if scale is None else float(scale)  # of an int Triton compiles 1 in
     call = torch.ops.hymo.gated_delta_rule if _watched(v_BTHV) else _GatedDeltaRule.apply
-    o_BTHV, state, _ = call(
+    o_BTHV, state, *_ = call(
         q_BTGK, k_BTGK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state_BHKV, cu_seqlens, scale, chunk,
         return_state,
     )  # fmt: skip
@@ -139,17 +139,18 @@ torch.library.define(_FORWARD, f"({_INPUTS}, bool return_state) -> (Tensor, Tens
 torch.library.define(_BACKWARD, f"(Tensor do, Tensor? dstate, Tensor kept, {_INPUTS}) -> Tensor[]", tags=_TAGS)
 
 
-def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the final state (empty unless asked for) and the bytes kept for backward."""
+def _forward(*arguments) -> tuple[Tensor, Tensor | None, Tensor]:
+    """o, the final state (None unless asked for) and the bytes kept for backward."""
     (form, inputs), return_state = _form_again(Inputs(*arguments[:-1])), arguments[-1]
     if form is not None:
         return form.forward(inputs, return_state)
-    o, state = chunk.forward(inputs, return_state)
-    state = o.new_empty(0, dtype=state_dtype(o.dtype)) if state is None else state
-    return o, state, o.new_empty(0, dtype=torch.uint8)
+    return *chunk.forward(inputs, return_state), inputs.v_BTHV.new_empty(0, dtype=torch.uint8)
 
 
-torch.library.impl(_FORWARD, _DEVICES, _forward)
+@torch.library.impl(_FORWARD, _DEVICES)
+def _(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    o, state, kept = _forward(*arguments)
+    return o, o.new_empty(0, dtype=state_dtype(o.dtype)) if state is None else state, kept
 
 
 @torch.library.register_fake(_FORWARD)
@@ -185,7 +186,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do, dstate, _, backward=torch.ops.hymo.gated_delta_rule_backward):
+def _gradients(ctx, do, dstate, _kept=None, *, backward=torch.ops.hymo.gated_delta_rule_backward):
     kept, *tensors = ctx.saved_tensors
     do = torch.zeros_like(tensors[2]) if do is None else do
     grads = backward(do, dstate, kept, *tensors, ctx.scale, ctx.chunk)
@@ -203,7 +204,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(ctx, *arguments):
         outputs = _forward(*arguments)
         _setup_context(ctx, arguments, outputs)
-        return outputs
+        return outputs[:2]  # each output costs autograd time, and `kept` needs no gradient
 
     @staticmethod
     @torch.autograd.function.once_differentiable

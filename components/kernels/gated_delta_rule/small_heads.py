@@ -138,9 +138,9 @@ def chunk_matrices(
     scalings and norms of every token."""
     pid = tl.program_id(0)
     h = pid % H
-    part = (pid // H) % (L // (C * PER))
-    start, stop, document, _, _ = segment_bounds(pid // (H * (L // (C * PER))), cu, slots, T, L, PACKED)
-    start += part * C * PER
+    parts = tl.cdiv(L, C * PER)
+    start, stop, document, _, _ = segment_bounds(pid // (H * parts), cu, slots, T, L, PACKED)
+    start += pid // H % parts * C * PER
     stop = tl.minimum(stop, start + C * PER)
     first = start.to(tl.int64)
     q += first * q_stride + h // GROUP * K
