@@ -24,6 +24,16 @@ def test_an_error_over_its_limit_or_nan_is_not_right():
     assert not result(o=1e-3, q=math.nan).right
 
 
+def test_a_table_names_the_errors_that_are_over_their_limits_and_leaves_out_what_was_not_measured(capsys):
+    wrong = result(o=6e-3, q=1e-3, k=math.nan)
+    table = [wrong, dataclasses.replace(result(o=4e-3), both_gpu=0.5)]
+    kernels.print_table(table, {"copy_bytes": 1, "matmul_flops": 1})
+    printed = capsys.readouterr().out
+    assert "WRONG: o 6.0e-03, k nan" in printed
+    assert "0.500" in printed
+    assert printed.count("nan") == 1
+
+
 def test_a_benchmark_that_does_not_exist_is_refused_with_those_that_do(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["stp"])
