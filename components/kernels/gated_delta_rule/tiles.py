@@ -96,6 +96,20 @@ def _log_decay(a, A_log, dt_bias):
     return tl.maximum(g, FLOOR), tl.where(free, rate * tl.sigmoid(x), 0.0), tl.where(free, g, 0.0)
 
 
+@triton.jit
+def _store_vectors(at, a, b, c, d, inside, VECTOR: tl.constexpr):
+    """Four vectors of a tile (C by BH) whose first lies `at` these places, VECTOR from one to the next. In one store
+    where they lie side by side, as lanes would else write single numbers far apart."""
+    if VECTOR == 1:
+        four = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], a.shape[1], 4))
+        tl.store(at[:, :, None] + tl.arange(0, 4)[None, None, :], four, mask=inside[:, :, None])
+    else:
+        tl.store(at, a, mask=inside)
+        tl.store(at + VECTOR, b, mask=inside)
+        tl.store(at + 2 * VECTOR, c, mask=inside)
+        tl.store(at + 3 * VECTOR, d, mask=inside)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def gates(
@@ -123,10 +137,8 @@ def gates(
     G = tl.cumsum(tl.where(inside, g * LOG2E, 0.0), 0)
     chunk = (start // C + document).to(tl.int64) * H + h
     beta = tl.where(inside, tl.sigmoid(b_CH), 0.0)
-    four = tl.reshape(tl.join(tl.join(G, free), tl.join(beta, slope)), (C, BH, 4))
-    within = oc[:, None, None] * TOKEN + tl.arange(0, 4)[None, None, :] * VECTOR
-    # One store, so that lanes beside each other write beside each other, whichever stride is 1.
-    tl.store(vectors + chunk[None, :, None] * CHUNK + within, four, mask=(h < H)[None, :, None])
+    at = vectors + chunk[None, :] * CHUNK + oc[:, None] * TOKEN
+    _store_vectors(at, G, beta, free, slope, (h < H)[None, :], VECTOR)
 
 
 @Kernel
