@@ -164,6 +164,15 @@ def test_registers_of_small_heads_are_held_down_only_where_nothing_spills_then()
         assert choose(32, 32, **elsewhere).summary_registers == whole, elsewhere
 
 
+def test_registers_of_wide_heads_are_held_down_only_where_that_was_measured():
+    names = ("map_registers", "query_registers", "key_registers")
+    held, whole = ([getattr(config, name) for name in names] for config in (choose(64, 128), WideHeads()))
+    assert held == [128, 168, 168]
+    elsewhere = [dict(capability=(8, 0)), dict(chunk=32), dict(dtype=torch.float16), dict(dtype=torch.float32)]
+    for config in (choose(128, 256), *(choose(64, 128, **options) for options in elsewhere)):
+        assert [getattr(config, name) for name in names] == whole, config
+
+
 @dataclasses.dataclass(frozen=True)
 class WithHalfOperands:
     """A form whose products take float16 operands instead of bfloat16: three bits more, and rounded in the interpreter
@@ -179,7 +188,12 @@ class WithHalfOperands:
         return launch
 
 
-FORMS = {"small": SMALL, "small, chunks of 32": dataclasses.replace(SMALL, chunk=32), "wide": WIDE}
+FORMS = {
+    "small": SMALL,
+    "small, chunks of 32": dataclasses.replace(SMALL, chunk=32),
+    "wide": WIDE,
+    "wide, chunks of 32": dataclasses.replace(WIDE, chunk=32),
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -190,6 +204,14 @@ def test_rounded_operands_cost_no_more_than_their_rounding(form, T, initial):
     x = inputs(1, T, 1, 2, 16, 16, initial=initial, dtype=torch.float16)
     do, dstate = upstream(x)
     check(x, run(x, do, dstate, WithHalfOperands(FORMS[form])), exact(x, do, dstate), 0.005 / 8, 0.015 / 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_u_which_waits_in_dv_is_rounded_to_the_dtype_of_values_at_most(dtype):
+    x = inputs(1, 35, 1, 2, 16, 40, dtype=dtype)
+    do, dstate = upstream(x)
+    unit = torch.finfo(dtype).eps / torch.finfo(torch.bfloat16).eps
+    check(x, run(x, do, dstate, WithHalfOperands(WIDE)), exact(x, do, dstate), 0.005 * unit, 0.015 * unit)
 
 
 def log_decays(name, T):
@@ -241,6 +263,36 @@ def test_extreme_decays_keys_and_strengths_stay_right(extreme, config):
     x = EXTREMES[extreme](inputs(1, 35, 1, 1, 16, 16))
     do, dstate = upstream(x)
     check(x, run(x, do, dstate, config), exact(x, do, dstate), 1e-5, 2e-4)
+
+
+def maps_in_float64(x):
+    """Of one chunk and head: T beta, `values`, M transposed, `keys` and `queries`."""
+    x = in_float64(x)
+    k, q = (torch.nn.functional.normalize(y[0, :, 0], dim=-1) for y in (x.k_BTGK, x.q_BTGK))
+    g = -x.A_log_H.exp() * torch.nn.functional.softplus(x.a_BTH[0, :, 0] + x.dt_bias_H)
+    G, beta = g.cumsum(0), x.b_BTH[0, :, 0].sigmoid()
+    E, d, D = G.exp(), (G[-1] - G).exp(), (G[:, None] - G).exp().tril()
+    A = (beta[:, None] * (k @ k.mT) * D).tril(-1)
+    T_beta = torch.linalg.inv(torch.eye(len(A)).to(A) + A) * beta
+    keys, values = T_beta.mT @ (d[:, None] * k), x.scale * (q @ k.mT * D) @ T_beta
+    E_k = E[:, None] * k
+    return T_beta, values, -E_k.mT @ keys, keys, x.scale * E[:, None] * q - values @ E_k
+
+
+@pytest.mark.parametrize("name", ["independent", "correlated", "identical"])
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
+def test_wide_heads_keep_the_maps_of_a_chunk_however_its_keys_correlate(name, chunk, dtype, tolerance):
+    """With T by torch.linalg. Where keys are identical the terms of M all but cancel."""
+    config = dataclasses.replace(WIDE, chunk=chunk)
+    x = with_keys(inputs(1, chunk, 1, 1, 64, 16, initial=False, dtype=dtype), name)
+    x = with_beta(with_decay(x, "-1e-6"), 0.999)
+    form = (config if dtype == torch.float32 else WithHalfOperands(config)).launch(x)
+    T_beta, values, _vectors, *maps = form.kept.of(form.forward(x, False)[2])
+    kept = (T_beta, chunk), (values, chunk), *((y, 64) for y in maps)
+    for (found, width), expected in zip(kept, maps_in_float64(x), strict=True):
+        found = found.view(form.n_chunks, -1, width)[0].double()
+        assert (found - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("config", [SMALL, WIDE], ids=["small", "wide"])

@@ -5,13 +5,17 @@ from dataclasses import replace
 
 import torch
 
-from components.kernels.gated_delta_rule.launch_small import ALL_REGISTERS, SmallHeads
+from components.kernels.gated_delta_rule.launch import ALL_REGISTERS
+from components.kernels.gated_delta_rule.launch_small import SmallHeads
 from components.kernels.gated_delta_rule.launch_wide import WideHeads
 
 CHUNKS = (16, 32, 64, 128)  # tokens, of PyTorch's form
 MOST_KEYS = 128  # width that a Triton form takes
 HOPPER = (9, 0)  # compute capability; older devices have registers and shared memory for less at once
 TWELVE_PROGRAMS = 168  # registers a thread with which twelve programs of one warp fit a multiprocessor, not eight
+MORE_PROGRAMS = {  # registers a thread with which four programs of four warps, or three, fit a multiprocessor, not two
+    "map_registers": 128, "query_registers": 168, "key_registers": 168,
+}  # fmt: skip
 EXACT = WideHeads(  # float32: tiles twice as large
     query_block=32, key_block=32, output_stages=1, sweep_stages=1, query_stages=1, key_stages=1
 )
@@ -59,7 +63,7 @@ def choose(
     if isinstance(tuned, SmallHeads):  # programs of 64 tokens in `chunk_matrices`
         sizes = {"chunk": chunk, "chunks_per_program": 64 // chunk, "gradient_warps": chunk // 16}
         return replace(tuned, **sizes, summary_registers=ALL_REGISTERS)
-    return replace(tuned, chunk=chunk)
+    return replace(tuned, chunk=chunk, **dict.fromkeys(MORE_PROGRAMS, ALL_REGISTERS))
 
 
 def _tuned(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> SmallHeads | WideHeads:
@@ -68,12 +72,13 @@ def _tuned(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> S
         return SmallHeads(summary_registers=TWELVE_PROGRAMS) if capped else SmallHeads()
     if dtype == torch.float32:
         return EXACT
-    return _wide_on_hopper(K, V) if capability >= HOPPER else _wide_before_hopper(K)
+    return _wide_on_hopper(K, V, dtype) if capability >= HOPPER else _wide_before_hopper(K)
 
 
-def _wide_on_hopper(K: int, V: int) -> WideHeads:
+def _wide_on_hopper(K: int, V: int, dtype: torch.dtype) -> WideHeads:
     if K <= 64:
-        return WideHeads(key_block=32)
+        registers = MORE_PROGRAMS if dtype == torch.bfloat16 else {}  # float16, converted as it is read, would spill
+        return WideHeads(query_block=32, key_block=32, **registers)
     walk = {"sweep_block": 128, "sweep_warps": 8} if V % 128 == 0 else {}
     return WideHeads(**walk, output_stages=2, query_block=32, key_block=32)
 

@@ -18,6 +18,7 @@ from components.kernels.gated_delta_rule import tiles
 from components.kernels.gated_delta_rule.chunk import Inputs
 from components.kernels.launcher import Launches, Taken
 
+ALL_REGISTERS = 255  # of a thread
 Gradients = tuple[Tensor | None, ...]
 Sizes = list[tuple[int, torch.dtype]]  # elements, a multiple of 16 bytes of them except at the end of a list, and dtype
 
@@ -69,10 +70,6 @@ class Launch(ABC):
         """Of each tensor that forward keeps for backward."""
 
     @abstractmethod
-    def forward_sizes(self) -> Sizes:
-        """Of each tensor that forward works in."""
-
-    @abstractmethod
     def backward_sizes(self) -> Sizes:
         """Of each tensor that backward works in."""
 
@@ -80,7 +77,7 @@ class Launch(ABC):
     def launch_forward(
         self, taken: Taken, x: Inputs, kept: list[Tensor], slots: Tensor, *tensors: Tensor | None
     ) -> None:
-        """`tensors`: those of `forward_sizes`, o and the final state (None unless asked for)."""
+        """`tensors`: o and the final state (None unless asked for)."""
 
     @abstractmethod
     def launch_backward(
@@ -95,7 +92,7 @@ class Launch(ABC):
 
     @cached_property
     def forward_scratch(self) -> Pieces:
-        return Pieces([self.slots, *self.forward_sizes()])
+        return Pieces([self.slots])
 
     @cached_property
     def backward_scratch(self) -> Pieces:

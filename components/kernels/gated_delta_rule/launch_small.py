@@ -7,9 +7,7 @@ import triton.language as tl
 
 from components.kernels.gated_delta_rule import small_heads as kernels
 from components.kernels.gated_delta_rule.chunk import Inputs
-from components.kernels.gated_delta_rule.launch import Launch, Sizes, ceil_div, given, padded
-
-ALL_REGISTERS = 255  # of a thread
+from components.kernels.gated_delta_rule.launch import ALL_REGISTERS, Launch, Sizes, ceil_div, given, padded
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,6 @@ class SmallHeadsLaunch(Launch):
             (carried * self.BV * self.BK, torch.float32),
             (carried * self.BK * self.BK, torch.float32),
         ]
-
-    def forward_sizes(self) -> Sizes:
-        return []
 
     def backward_sizes(self) -> Sizes:
         chunks = self.n_chunks * self.H

@@ -32,10 +32,12 @@ from components.kernels.gated_delta_rule.tiles import (
     EPS,
     document_bounds,
     dot,
+    invert,
     load_state,
     segment_bounds,
     state_pointers,
     tile,
+    transposed,
 )
 from components.kernels.launcher import Kernel
 
@@ -84,46 +86,15 @@ def _last_first():
 
 
 @triton.jit
-def _transposed(x):
-    """x transposed, so written that Triton does not see it as such: as a right operand, a product's transpose lies in
-    the right lanes already, but Triton would move one that it knows through shared memory."""
-    R: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, (R, 2, N // 2)), (1, 2, 0)), (N, R))
-
-
-@triton.jit
 def _through_shared(x):
     """x itself, so written that as a right operand a product goes through shared memory: fewer instructions than
     shuffles and permutations."""
-    return tl.trans(_transposed(x))
+    return tl.trans(transposed(x))
 
 
 @triton.jit
 def _diagonal(x, row, column):
     return tl.sum(tl.where(row == column, x, 0.0), 1)
-
-
-@triton.jit
-def _invert(minus_At, minus_A, row, column, LEVELS: tl.constexpr, IT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + At)^-1 of a strictly upper-triangular At, in blocks of 2, 4, ... : X <- X - X (At o M_w) X.
-
-    A is At's transpose. The transposed inverse is carried along: a transposed product is a right operand at no cost,
-    while a product itself would have to be shuffled between lanes. IT is float16 beside bfloat16 inputs: no entry of
-    the inverse exceeds one, and float16 keeps as many digits as tf32.
-    """
-    eye = tl.where(row == column, 1.0, 0.0)
-    pairs = row // 2 == column // 2
-    X, Y = eye + tl.where(pairs, minus_At, 0.0), eye + tl.where(pairs, minus_A, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        w = 2 << level
-        joins = (row // w == column // w) & (row // (w // 2) != column // (w // 2))
-        Xi, Yi = X.to(IT), Y.to(IT)
-        XA = tl.dot(Xi, _transposed(tl.where(joins, minus_A, 0.0).to(IT)), input_precision=PRECISION)
-        YA = tl.dot(Yi, _transposed(tl.where(joins, minus_At, 0.0).to(IT)), input_precision=PRECISION)
-        X = tl.dot(XA.to(IT), _transposed(Yi), X, input_precision=PRECISION)
-        Y = tl.dot(YA.to(IT), _transposed(Xi), Y, input_precision=PRECISION)
-    return X
 
 
 @Kernel
@@ -164,7 +135,7 @@ def chunk_matrices(
         KK = KK * D * -rk[None, :]
         minus_At = tl.where(row < column, KK * beta[None, :], 0.0)
         minus_A = tl.where(row > column, KK * beta[:, None], 0.0)
-        X = _invert(minus_At, minus_A, row, column, LEVELS, IT, PRECISION)
+        X = invert(minus_At, minus_A, row, column, LEVELS, IT, PRECISION)
         P = tl.where(row <= column, dot(k_CK, tl.trans(q_CK), CT, PRECISION) * D * rq[None, :], 0.0)
         matrices = TP + chunk * (2 * C * C) + row * C + column
         tl.store(matrices, (X * beta[:, None]).to(CT))
@@ -426,7 +397,7 @@ def _inner_products(x, y, CT: tl.constexpr, PRECISION: tl.constexpr):
     BK: tl.constexpr = x.shape[1]
     x = tl.reshape(tl.permute(tl.reshape(x, (BV // 16, 16, BK)), (1, 0, 2)), (16, BV // 16 * BK))
     y = tl.reshape(tl.permute(tl.reshape(y, (BV // 16, 16, BK)), (1, 0, 2)), (16, BV // 16 * BK))
-    return dot(x, _transposed(y.to(CT)), CT, PRECISION)
+    return dot(x, transposed(y.to(CT)), CT, PRECISION)
 
 
 @triton.jit
@@ -484,7 +455,7 @@ def _value_gradients(
     k_CK, do_CV, dSc, matrices, before, after, C: tl.constexpr, CT: tl.constexpr, PRECISION: tl.constexpr
 ):
     """dX, which is dv too, and dX with what its tokens ask with (C by V), by the chunk's T and P."""
-    dU = after[:, None] * dot(k_CK, _transposed(dSc), CT, PRECISION)
+    dU = after[:, None] * dot(k_CK, transposed(dSc), CT, PRECISION)
     T_CC, P_CC = tl.load(matrices), tl.load(matrices + C * C)
     dU += dot(P_CC, do_CV, CT, PRECISION)
     dX = dot(T_CC, _through_shared(dU.to(CT)), CT, PRECISION)

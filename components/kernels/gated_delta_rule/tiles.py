@@ -68,6 +68,43 @@ def dot(x, y, CT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def transposed(x):
+    """x, or each tile of a batch x, transposed, so written that Triton does not see it as such: as a right operand, a
+    product's transpose lies in the right lanes already, but Triton would move one that it knows through shared memory.
+    """
+    R: tl.constexpr = x.shape[-2]
+    N: tl.constexpr = x.shape[-1]
+    if len(x.shape) == 2:
+        return tl.reshape(tl.permute(tl.reshape(x, (R, 2, N // 2)), (1, 2, 0)), (N, R))
+    else:
+        B: tl.constexpr = x.shape[0]
+        return tl.reshape(tl.permute(tl.reshape(x, (B, R, 2, N // 2)), (0, 2, 3, 1)), (B, N, R))
+
+
+@triton.jit
+def invert(minus_A, minus_At, row, column, LEVELS: tl.constexpr, IT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of a strictly triangular A of 2^LEVELS rows, or of each of a batch, from -A and its transpose, in
+    blocks of 2, 4, ... : X <- X - X (A o M_w) X.
+
+    The transposed inverse is carried along: a transposed product is a right operand at no cost, while a product itself
+    would have to be shuffled between lanes. IT is float16 beside bfloat16 inputs: no entry of the inverse exceeds one,
+    and float16 keeps as many digits as tf32.
+    """
+    eye = tl.where(row == column, 1.0, 0.0)
+    pairs = row // 2 == column // 2
+    X, Y = eye + tl.where(pairs, minus_A, 0.0), eye + tl.where(pairs, minus_At, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        w = 2 << level
+        joins = (row // w == column // w) & (row // (w // 2) != column // (w // 2))
+        Xi, Yi = X.to(IT), Y.to(IT)
+        XA = tl.dot(Xi, transposed(tl.where(joins, minus_At, 0.0).to(IT)), input_precision=PRECISION)
+        YA = tl.dot(Yi, transposed(tl.where(joins, minus_A, 0.0).to(IT)), input_precision=PRECISION)
+        X = tl.dot(XA.to(IT), transposed(Yi), X, input_precision=PRECISION)
+        Y = tl.dot(YA.to(IT), transposed(Xi), Y, input_precision=PRECISION)
+    return X
+
+
+@triton.jit
 def state_pointers(base, state, ov, ok, K: tl.constexpr, V: tl.constexpr):
     """Where the outside's state number `state`, K by V, keeps the elements of an inside one, V by K."""
     return base + state.to(tl.int64) * (K * V) + ok[None, :] * V + ov[:, None]
