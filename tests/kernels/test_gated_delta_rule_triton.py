@@ -206,6 +206,14 @@ def test_rounded_operands_cost_no_more_than_their_rounding(form, T, initial):
     check(x, run(x, do, dstate, WithHalfOperands(FORMS[form])), exact(x, do, dstate), 0.005 / 8, 0.015 / 8)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_inputs_finer_than_operands_cost_no_more_than_the_rounding_of_operands(form):
+    """The gates' gradients are differences of sums by rows and by columns, which have to see the same rounded keys."""
+    x = inputs(1, 67, 1, 2, 16, 16, dtype=torch.float32)
+    do, dstate = upstream(x)
+    check(x, run(x, do, dstate, WithHalfOperands(FORMS[form])), exact(x, do, dstate), 0.005 / 8, 0.015 / 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_u_which_waits_in_dv_is_rounded_to_the_dtype_of_values_at_most(dtype):
     x = inputs(1, 35, 1, 2, 16, 40, dtype=dtype)

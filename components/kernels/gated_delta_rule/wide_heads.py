@@ -261,7 +261,7 @@ def state_gradients_after(
 @triton.jit
 def _finish_queries(dO_S, dO_U, q_CK, k_CK, G, rk, rq, scale, row, column, CT: tl.constexpr, PRECISION: tl.constexpr):
     """dq from dO S^T and dO U^T; dPD with both norms, rounded, and q . dq before the norm's part."""
-    qf = q_CK.to(tl.float32)
+    qf = q_CK.to(CT).to(tl.float32)  # as products see it, so that sums by rows and by columns agree
     dPD_CC = (_decayed(dO_U, G, row, column, False) * rq[:, None] * rk[None, :]).to(CT)
     dq_CK = dO_S * (tl.exp2(G) * rq)[:, None] + dot(dPD_CC, k_CK, CT, PRECISION)
     q_dq = tl.sum(qf * dq_CK, 1)
@@ -318,7 +318,7 @@ def _finish_keys(
 ):
     """dk from dX U^T, dX S^T and U dS'^T; what k . dk (before the norm's part) adds to dG, and u. The gradients of keys
     that ask and of those that are kept stand apart until their sums are taken."""
-    kf = k_CK.to(tl.float32)
+    kf = k_CK.to(CT).to(tl.float32)  # as products see it
     dKK_CC = (_decayed(dX_U, G, row, column, True) * -rk[:, None] * rk[None, :]).to(CT)
     kept = U_dS * (tl.exp2(last - G) * rk)[:, None]
     u = tl.sum(kf * kept, 1)
