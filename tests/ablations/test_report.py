@@ -10,7 +10,7 @@ import pytest
 from recipes import compare
 from recipes.ablate.figures import draw
 from recipes.ablate.measure import columns, common_end, reading
-from recipes.ablate.report import Group, Report, markdown, write_report
+from recipes.ablate.report import Group, Report, markdown, rounded, write_report
 from recipes.result import other_recipe, spikes
 from tests.ablations.made import recipe, result, write
 from tests.ranks import REPOSITORY
@@ -59,14 +59,14 @@ def test_a_report_says_worse_and_that_the_claim_is_met():
 def test_a_variant_of_another_size_is_marked_with_both_numbers():
     text = markdown(report(active=1100, flops=2e6))
     assert "| other ⚠ |" in text
-    assert "⚠ other differs in active parameters (1100 against 1000), FLOPs a token (2e+06 against 1e+06)" in text
+    assert "⚠ other differs in active parameters (1,100 against 1,000), FLOPs a token (2,000,000 against 1,0" in text
 
 
 def test_a_variant_that_saw_fewer_tokens_is_marked():
     found = report()
     for made in found.groups[1].runs.values():
         made["tokens"] //= 2
-    assert "⚠ other differs in tokens (5e+04 against 1e+05)" in markdown(found)
+    assert "⚠ other differs in tokens (50,000 against 100,000)" in markdown(found)
 
 
 def test_runs_that_shared_a_device_are_not_compared_by_time_or_speed():
@@ -78,6 +78,14 @@ def test_runs_that_shared_a_device_are_not_compared_by_time_or_speed():
     text = markdown(found)
     assert "⚠ Runs shared devices" in text and "tok/s a device" not in text
     assert "at equal time |" not in text and "+0.1010" in text
+
+
+def test_numbers_of_a_report_have_the_digits_they_are_worth_and_no_exponent_of_ten():
+    found = report()
+    for made, speed in zip(found.reference.runs.values(), (108_500.0, 109_000.0, 109_300.0), strict=True):
+        made["summary"]["tps"] = {"median": speed}
+    assert "| 108,900 ± 1,000 |" in markdown(found) and "100,000 tokens" in markdown(found)
+    assert [rounded(n, 2) for n in (0.0, 9.96, 0.0234)] == ["0", "10", "0.023"]
 
 
 def test_files_of_a_report_hold_the_same_numbers_and_figures_are_drawn(tmp_path):

@@ -122,6 +122,22 @@ def test_a_task_beyond_the_last_run_is_refused(tmp_path, monkeypatch):
         main([str(family(tmp_path / "f", "no_mtp")), "--seeds", "2", "--only", "4"])
 
 
+def test_numbers_below_1_and_a_folder_that_cannot_be_made_are_told_before_any_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
+    made = family(tmp_path / "f")
+    for flag in ("--seeds", "--ranks", "--side_by_side"):
+        with pytest.raises(SystemExit):
+            main([str(made), flag, "0"])
+        assert f"{flag} must be at least 1, not 0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"\[--folder\]: .*/family.toml/x cannot be made"):
+        main([str(made), "--folder", str(made / "family.toml/x")])
+    file = made / "family.toml"
+    file.write_text(file.read_text().replace("seeds = 1", "seeds = 0"))
+    with pytest.raises(ValueError, match="seeds must be at least 1, not 0"):
+        read_family(str(made))
+
+
 def test_runs_side_by_side_have_gpus_of_their_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert make_slots(2, 2) == [Slot("4,5", 1), Slot("6,7", 1)] and make_slots(1, 4) == [Slot(None, 1)]
