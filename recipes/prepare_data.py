@@ -76,8 +76,10 @@ def read_plan(file: str, only: Sequence[str] = ()) -> Preparation:
     path = Path(file)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise registry.RecipeError([registry.Problem((str(path),), str(error))]) from None
+    except OSError as error:
+        raise registry.RecipeError([registry.Problem((), f"cannot be read ({error.strerror})", file)]) from None
+    except ValueError as error:
+        raise registry.RecipeError([registry.Problem((), f"not valid TOML: {error}", file)]) from None
     for module in table.get("imports", ()):
         importlib.import_module(module)
     problems: list[registry.Problem] = []
@@ -86,7 +88,7 @@ def read_plan(file: str, only: Sequence[str] = ()) -> Preparation:
         if plan and name not in plan.sources:
             problems.append(registry.Problem(("--only",), registry.unknown("source", name, plan.sources)))
     if problems:
-        raise registry.RecipeError(problems)
+        raise registry.RecipeError(replace(problem, origin=file) for problem in problems)
     return plan
 
 

@@ -14,6 +14,7 @@ import tomli_w
 
 import registry
 from components.data.config import SourceConfig
+from recipes import pretrain
 from recipes.job import Job, completed, differences, load, load_or_exit, refused_changes, to_table, write_resolved
 from registry import RecipeError
 
@@ -366,6 +367,19 @@ def test_all_mistakes_of_files_and_flags_are_told_at_once_each_with_its_origin(r
     assert 'no flag named "--debug.sed". Did you mean "--debug.seed"?' in "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--seed", "--data.seed or --debug.seed"),
+        ("--model.lr", "--optimizer.matrix.lr or --optimizer.expert.lr or --optimizer.embedding.lr or --optimizer.rou"),
+        ("--training.stpes", '"--training.steps"'),
+    ],
+)
+def test_a_flag_of_the_wrong_section_is_told_with_those_of_its_name(flag, meant):
+    [line] = told(DEBUG, flag, "1")
+    assert line.startswith(f'command line: no flag named "{flag}". Did you mean {meant}')
+
+
 def test_a_missing_parent_names_its_child_and_the_nearest_file(recipe):
     recipe("", "hymo.toml")
     [line] = told(recipe("", base="hymo_.toml"))
@@ -423,6 +437,16 @@ def test_a_missing_shard_is_told_before_a_run(recipe, tmp_path, monkeypatch):
     [line] = told(DEBUG, needs_data=True)
     assert "[data.sources.sotu]" in line
     assert "train-00000" in line
+
+
+def test_a_dump_folder_that_cannot_be_written_is_told_before_a_model_is_built(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "build", lambda *_: pytest.fail("built"))
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match=r"\[job.dump_folder\]: file/run cannot be made, since .*/file is a file"):
+        pretrain.train(job(DEBUG, "--job.dump_folder file/run"), None, None)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    with pytest.raises(RecipeError, match=f"{tmp_path} is not yours to write into; name another folder"):
+        pretrain.train(job(DEBUG, "--job.dump_folder not/there/yet"), None, None)
 
 
 def test_a_command_ends_with_status_2_and_prints_to_stderr_from_one_rank_a_node(capsys, monkeypatch):

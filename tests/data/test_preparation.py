@@ -458,7 +458,9 @@ def test_a_wrong_table_ends_with_status_2_and_every_problem(tmp_path, capsys):
     assert (
         all(w in said for w in ('Did you mean "jsonl"', 'Did you mean "read"', "sum to 1")) and "Traceback" not in said
     )
+    assert all(line.startswith(f"{path} [") for line in said.splitlines())
     assert prepare_data.command([str(tmp_path / "no.toml")]) == 2
+    assert capsys.readouterr().out == f"{tmp_path}/no.toml: cannot be read (No such file or directory)\n"
 
 
 def test_a_document_shorter_than_the_format_allows_cannot_be_written(tmp_path, tokenizer):
