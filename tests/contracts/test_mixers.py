@@ -30,6 +30,12 @@ def test_a_mixer_keeps_the_shape_and_trains_every_parameter_it_counts(name):
     assert_parameters_counted_declared_and_trained(part, config("mixer", name).config.parameters(DIM))
 
 
+def test_a_mixer_begins_with_half_the_output_where_four_times_as_many_branches_share_the_stream(name):
+    few, many = mixer(name), built("mixer", name, dim=DIM, layer=1, branches=16)
+    y, half = (part(inputs(), context(ROWS, LENGTH))[0] for part in (few, many))
+    torch.testing.assert_close(half, y / 2, rtol=1e-5, atol=1e-9)
+
+
 def test_a_mixer_never_sees_a_later_token(name):
     part, x = mixer(name), inputs()
     y, _ = part(x, context(ROWS, LENGTH))

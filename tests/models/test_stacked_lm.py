@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from components.losses.targets import IGNORE, targets
 from components.parameters import initialise, owned_parameters
-from registry import RecipeError
+from registry import RecipeError, parse_component
 from tests.models.tiny import VOCAB, batch, config, model, tokens
 
 LENGTH = 24
@@ -31,6 +32,70 @@ def test_each_head_predicts_the_token_its_depth_says():
     for ahead in (1, 2, 3):
         found = targets(batch(row), ahead)[0].tolist()
         assert found == [*range(ahead, 9), *[IGNORE] * (ahead - 1)]
+
+
+def test_a_depth_fuses_the_depth_before_with_the_embedding_of_the_token_it_sees():
+    """fused_i = RMSNorm(h_i) + RMSNorm(emb_{i+d}); h'_i = fused_i + SwiGLU(fused_i); d counts from 1."""
+    mtp = parse_component("mtp", {"name": "mtp", "depth": 2, "weights": [0.3, 0.1], "hidden": 8}).build(
+        dim=4, branches=2
+    )
+    with torch.no_grad():
+        for parameter in mtp.double().parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    h, embedded = torch.randn(2, 1, 6, 4, dtype=torch.float64)  # embedded: of tokens 1 to 6
+    expected = h
+    for d, (depth, found) in enumerate(zip(mtp.depths, mtp(h, embedded, None), strict=True)):
+        rows = []
+        for i in range(6):
+            ahead = embedded[0, i + d] if i + d < 6 else torch.zeros(4)
+            fused = sum(
+                F.rms_norm(x.double(), (4,), norm.weight, 1e-6)
+                for x, norm in ((expected[0, i], depth.hidden_norm), (ahead, depth.embedding_norm))
+            )
+            gate, up = (depth.ffn.gate_up @ fused).chunk(2)
+            rows.append(fused + depth.ffn.down @ (F.silu(gate) * up))
+        expected = torch.stack(rows)[None]
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_depths_teach_the_embedding_that_they_see_unless_it_is_detached(detached):
+    table = {"name": "mtp", "depth": 2, "weights": [0.3, 0.1], "hidden": 8, "detach_embedding": detached}
+    mtp = parse_component("mtp", table).build(dim=4, branches=2)
+    initialise(mtp, 0)
+    h, embedded = torch.randn(2, 1, 6, 4).unbind()
+    h.requires_grad_(), embedded.requires_grad_()
+    sum(found.square().sum() for found in mtp(h, embedded, None)).backward()
+    assert h.grad.any() and (embedded.grad is None) is detached
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_acceptance_counts_where_a_depth_guesses_what_the_main_head_guesses_later(packed):
+    lm, row = model(seed=1), tokens(rows=2)
+    with torch.no_grad():
+        lm.embedding.mul_(20)  # guesses that follow the tokens, so that some agree and some do not
+    document = torch.tensor([[0] * 10 + [1] * (LENGTH - 9), [0] * (LENGTH + 1)]) if packed else None
+    guesses = [logits.argmax(-1) for logits in lm.logits(batch(row, document))]
+    for d, agreed, tried in zip((1, 2), *lm.acceptance(batch(row, document)), strict=True):
+        ends = LENGTH - d  # the main head at i + d, and the token after it, lie within the row
+        both = [
+            bool(guesses[d][b, i] == guesses[0][b, i + d])
+            for b in range(2)
+            for i in range(ends)
+            if document is None or document[b, i] == document[b, i + d + 1]
+        ]
+        assert (agreed.item(), tried.item()) == (sum(both), len(both)) and 0 < sum(both) < len(both)
+
+
+def test_the_gradient_norm_of_a_head_is_that_of_its_weighted_loss_at_the_stacks_output():
+    lm, held = model(), []
+    lm.layers[-1].register_forward_hook(lambda _, __, output: held.append(output[0]))
+    found = lm.gradient_norms(batch(tokens()))
+    held.clear()
+    losses = lm(batch(tokens())).loss_sums * torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64)
+    for loss, norm in zip(losses, found, strict=True):
+        (gradient,) = torch.autograd.grad(loss, held, retain_graph=True)
+        torch.testing.assert_close(norm, gradient.norm().float())
 
 
 def test_no_target_of_any_head_crosses_a_document():

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and grouped-query attention against their equations, written out token by token and head by head."""
+"""Gated DeltaNet, grouped-query and latent attention against their equations, token by token and head by head."""
 
 import math
 
@@ -82,6 +82,12 @@ def rotated(x_TK: torch.Tensor, half: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
+def attended(q_TK: torch.Tensor, k_TK: torch.Tensor, v_TV: torch.Tensor) -> torch.Tensor:
+    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    scores = q_TK @ k_TK.T * q_TK.shape[1] ** -0.5
+    return scores.masked_fill(later, -math.inf).softmax(-1) @ v_TV
+
+
 @pytest.mark.parametrize("rotary_fraction", [0.0, 0.25, 1.0])
 def test_grouped_query_attention_computes_its_equations(rotary_fraction):
     heads, groups, width = 4, 2, 8
@@ -91,11 +97,34 @@ def test_grouped_query_attention_computes_its_equations(rotary_fraction):
     def head(x_TD, h):
         weights, g = mixer.qkv.split(width), heads + h // (heads // groups)
         q, k, v = (x_TD @ weights[i].T for i in (h, g, g + groups))
-        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        scores = rotated(q, half) @ rotated(k, half).T * width**-0.5
-        return scores.masked_fill(later, -math.inf).softmax(-1) @ v
+        return attended(rotated(q, half), rotated(k, half), v)
 
     def equations(x_BTD):
         return torch.stack([torch.cat([head(x_TD, h) for h in range(heads)], -1) for x_TD in x_BTD]) @ mixer.out.T
 
     assert_same(mixer, equations, rtol=1e-5 if half else 1e-8)  # angles are fp32
+
+
+@pytest.mark.parametrize("rope", ["partial", "full"])
+@pytest.mark.parametrize(("heads", "groups", "head_map"), [(4, 2, "group"), (3, 2, "floor")])
+def test_latent_attention_computes_its_equations(rope, heads, groups, head_map):
+    width, value, shared, q_rank, kv_rank = 8, 6, 4, 5, 3
+    sizes = {"head_dim": width, "value_dim": value, "rotary_dim": shared, "q_rank": q_rank, "kv_rank": kv_rank}
+    mixer = made(name="mla", heads=heads, kv_heads=groups, head_map=head_map, rope=rope, **sizes)
+    plain, half = width - shared, (shared if rope == "partial" else width) // 2
+
+    def normed(x_TC, norm):
+        return x_TC * (x_TC.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+
+    def head(x_TD, h):
+        down_q, down_kv, down_rotary = mixer.down.split([q_rank, kv_rank, shared])
+        latent = normed(x_TD @ down_kv.T, mixer.kv_norm)
+        up_key, up_value = mixer.kv_up.view(groups, plain + value, kv_rank)[h * groups // heads].split([plain, value])
+        q = normed(x_TD @ down_q.T, mixer.q_norm) @ mixer.q_up[h * width : (h + 1) * width].T
+        k = torch.cat([x_TD @ down_rotary.T, latent @ up_key.T], -1)
+        return attended(rotated(q, half), rotated(k, half), latent @ up_value.T)
+
+    def equations(x_BTD):
+        return torch.stack([torch.cat([head(x_TD, h) for h in range(heads)], -1) for x_TD in x_BTD]) @ mixer.out.T
+
+    assert_same(mixer, equations, rtol=1e-5)  # angles are fp32
