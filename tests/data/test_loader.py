@@ -123,6 +123,8 @@ def test_held_out_batches_are_fixed_and_shared_out_evenly_with_surplus_marked(da
     assert len(alone) == 5 and len({tuple(row.tolist()) for b in alone for row in b.tokens_BT1}) == 10
     other_seed = list(held_out(replace(data_config, seed=99), tokenizer).batches("prose"))
     assert all(map(equal, alone, other_seed))
+    (other_size,) = held_out(data_config, tokenizer, local_batch_size=10, number=1).batches("prose")
+    assert torch.equal(other_size.tokens_BT1, torch.cat([b.tokens_BT1 for b in alone]))
     held = held_out(data_config, tokenizer)
     for world_size in (2, 4):
         ranks = [list(held.batches("prose", r, world_size)) for r in range(world_size)]

@@ -1,6 +1,7 @@
 """Whole runs on 4 ranks, then 2, then 1, in one folder: each launch compares with what those before it left there."""
 
 import json
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from components.parallel.optional import UnavailableError
 from recipes import pretrain
 from recipes.pretrain import Run
+from recipes.validate import evaluating, validate
 from tests.optimizers.recording import capture
 from tests.recipes.runs import (
     assert_same_lines,
@@ -87,6 +89,29 @@ def test_held_out_text_cut_to_other_lengths_is_scored_too(folder: Path):
                 assert line[f"validation/at_32/{value}"] == pytest.approx(line[f"validation/{value}"], rel=1e-12)
                 assert line[f"validation/at_80/{value}"] > 0
             assert line["validation/at_80/loss"] != line["validation/loss"]
+
+
+def test_a_validation_is_what_its_batches_give_by_hand(folder: Path):
+    """Every rank goes through all of them, and bytes are counted in the text."""
+    run = plain(folder)
+    found, model, held_out = validate(run.model, run.held_out, run.place), run.model, run.held_out
+    nats, ids, squares, agreed, tried = 0.0, [], torch.zeros(3), torch.zeros(2), torch.zeros(2)
+    with evaluating(model), torch.no_grad():
+        for source in held_out.sources:
+            for number, batch in enumerate(held_out.batches(source)):  # rows of one sequence
+                target_BT, chance_BTV = batch.tokens_BT1[:, 1:], model.logits(batch)[0].double().log_softmax(-1)
+                nats -= chance_BTV.gather(-1, target_BT[..., None]).sum().item()
+                ids += target_BT.flatten().tolist()
+                if number == 0:
+                    squares += model.gradient_norms(batch).square()
+                    agreed, tried = (a + b for a, b in zip((agreed, tried), model.acceptance(batch), strict=True))
+    size = len(run.tokenizer.decode_bytes([i for i in ids if i != run.tokenizer.end_id]))
+    expected = {"loss": nats / len(ids), "ppl": math.exp(nats / len(ids)), "bpb": nats / math.log(2) / size}
+    for d in (1, 2):
+        expected[f"gradient_ratio_mtp/{d}"] = (squares[d] / squares[0]).sqrt().item()
+        expected[f"acceptance_mtp/{d}"] = (agreed[d - 1] / tried[d - 1]).item()
+    for name, value in expected.items():
+        assert found[f"validation/{name}"] == pytest.approx(value, rel=1e-5), name
 
 
 def test_a_logged_step_tells_what_the_optimizer_took_on_every_rank(folder: Path):
