@@ -92,6 +92,11 @@ def test_a_title_starts_a_table_of_labels_afresh(recipe):
     assert job(name).data.sources == {"a": SourceConfig(path="p", weight=2.0)}
 
 
+def test_a_label_may_be_called_name(recipe):
+    text = '[data.sources]\nname = { path = "x", weight = 1.0 }\n'
+    assert set(job(recipe(text)).data.sources) == {"sotu", "shakespeare", "name"}
+
+
 def test_an_optional_part_is_taken_away_by_the_name_none(recipe):
     assert job(recipe('[model.mtp]\nname = "none"\n')).model.config.mtp is None
     assert job(DEBUG, "--model.mtp.name", "none").model.config.mtp is None
@@ -516,6 +521,27 @@ def test_a_key_that_came_later_is_as_by_default_in_recipes_written_before():
     changed = to_table(job(DEBUG, "--training.master_dtype bfloat16"))
     assert differences(old, changed) == ["training.master_dtype"]
     assert refused_changes(old, changed) == ["training.master_dtype: 'float32' -> 'bfloat16'"]
+
+
+def test_what_a_run_means_may_not_change_on_resume():
+    flags = {
+        "model.dim": "32",
+        "model.mixers.gdn.rope_theta": "1.5",
+        "model.mtp.weights": "0.5 0.5",
+        "data.seed": "7",
+        "data.packing": "document",
+        "data.sources.sotu.weight": "0.9",
+        "optimizer.matrix.momentum": "0.5",
+        "optimizer.matrix.weight_decay": "0.5",
+        "optimizer.scalar.betas": "0.5 0.5",
+        "training.global_batch_size": "32",
+        "training.seq_len": "64",
+        "training.max_norm": "0.5",
+        "training.dtype": "bfloat16",
+        "debug.seed": "7",
+    }
+    old, new = to_table(job(DEBUG)), to_table(job(DEBUG, *(f"--{key} {value}" for key, value in flags.items())))
+    assert {line.split(":")[0] for line in refused_changes(old, new)} == set(flags)
 
 
 def test_a_resumed_run_may_take_the_recurrence_in_other_chunks_which_makes_another_recipe_all_the_same():
