@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from components.parallel.optional import UnavailableError
+from components.parameters import initialise
 from recipes import pretrain
 from recipes.pretrain import Run
 from recipes.validate import evaluating, validate
@@ -71,6 +73,33 @@ def test_after_them_every_rank_holds_the_same_bits_of_router_norms_and_routing_b
         everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, tensor.contiguous())
         assert all(torch.equal(everywhere[0], other) for other in everywhere), name
+
+
+def test_the_optimizer_is_given_the_clipped_gradient_of_the_weighted_mean_over_all_targets(folder: Path):
+    """Of the second step, beside a plain model of the same initial values that sees all of its batches."""
+    flags = (*DOCUMENTS, "--training.max_norm", "0.3", "--lr_scheduler.warmup_ratio", "0.5")
+    run, given = restored(own(folder, "step"), *flags), {}
+    run.progress.step = 1
+
+    def take(factor: float, measure: bool) -> None:
+        given.update({name: p.grad.full_tensor() for name, p in run.model.named_parameters()}, factor=factor)
+
+    with patch.object(run.optimizer, "step", take):
+        step = pretrain.train_step(run, pretrain.Meter(run))
+    model = run.job.model.build()
+    initialise(model, run.job.debug.seed)
+    model.reset_buffers()
+    alone = replace(run.place, rank=0, ranks=1)
+    outputs = [model(batch) for batch in pretrain.text(run.job, run.tokenizer, alone).micro_batches(1)]
+    means = sum(o.loss_sums for o in outputs) / sum(o.target_counts for o in outputs)
+    (means * torch.tensor([1.0, 0.3, 0.1])).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    assert norm > 0.6 and step.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    assert step.losses == pytest.approx(means.tolist(), rel=1e-5)
+    assert given.pop("factor") == run.schedule.factor(1, run.job.training.steps) < 1
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(given.pop(name), parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+    assert not given
 
 
 def test_the_last_step_is_saved_and_validated_although_a_multiple_of_neither_interval(folder: Path):
