@@ -56,6 +56,11 @@ def test_a_report_says_worse_and_that_the_claim_is_met():
     assert "+0.1010 [+0.0985, +0.1035], worse" in text and "≥ 0.05: met" in text and "⚠" not in text
 
 
+def test_a_bound_is_judged_at_equal_tokens():
+    """At equal time this variant, which is twice as fast, is 0.9 nats better and would refute it."""
+    assert "-0.9" in markdown(report(step_seconds=0.25)) and "≥ 0.05: met" in markdown(report(step_seconds=0.25))
+
+
 def test_a_variant_of_another_size_is_marked_with_both_numbers():
     text = markdown(report(active=1100, flops=2e6))
     assert "| other ⚠ |" in text

@@ -75,6 +75,34 @@ def test_a_cache_keeps_the_chosen_rows_when_it_is_reordered(name):
     torch.testing.assert_close(y, full[[1, 0], -1:], rtol=1e-5, atol=1e-6)
 
 
+def test_a_cache_forgets_what_is_taken_out_of_it_row_by_row(name):
+    part, x = mixer(name).eval(), inputs()
+    full, _ = part(x, context(ROWS, LENGTH))
+    cache = part.new_cache(ROWS, LENGTH, torch.float64, torch.device("cpu"))
+    cache.snapshots = 4  # of a recurrent state; others need none
+    position_BT, kept_B = context(ROWS, LENGTH).position_BT, torch.tensor([11, 9])
+
+    def taken(index_BT: torch.Tensor) -> torch.Tensor:
+        rows_B1 = torch.arange(ROWS)[:, None]
+        y_BTD, _ = part(x[rows_B1, index_BT], context(ROWS, LENGTH).__class__(index_BT), cache)
+        torch.testing.assert_close(y_BTD, full[rows_B1, index_BT], rtol=1e-5, atol=1e-6)
+
+    with torch.no_grad():
+        for piece in (slice(0, 9), *(slice(i, i + 1) for i in range(9, 13))):
+            taken(position_BT[:, piece])
+        cache.truncate(kept_B)
+        assert torch.equal(cache.lengths_B, kept_B)
+        for more in range(4):
+            taken((kept_B + more)[:, None])
+
+
+def test_a_recurrent_cache_without_a_snapshot_says_so():
+    cache = mixer("hymo_gdn").new_cache(1, LENGTH, torch.float64, torch.device("cpu"))
+    cache.advance(cache.state_BHKV, cache.conv_BWC, 5)
+    with pytest.raises(ValueError, match=r"no snapshot of a recurrent state at lengths \[3\]; raise `snapshots`"):
+        cache.truncate(torch.tensor([3]))
+
+
 def test_packed_documents_do_not_see_each_other_in_outputs_or_gradients(name):
     part = mixer(name)
     document = torch.tensor([[0] * 5 + [1] + [2] * (LENGTH - 6), [0] * LENGTH])

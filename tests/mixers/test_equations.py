@@ -1,4 +1,4 @@
-"""Gated DeltaNet, grouped-query and latent attention against their equations, token by token and head by head."""
+"""The mixers against their equations, token by token and head by head."""
 
 import math
 
@@ -39,6 +39,53 @@ def assert_same(mixer, equations, rtol: float = 1e-8) -> None:
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
 
 
+def convolved(z_BTC: torch.Tensor, conv_CW: torch.Tensor) -> torch.Tensor:
+    z_BTC = F.pad(z_BTC, (0, 0, 3, 0))
+    return F.silu(sum(z_BTC[:, w : w + LENGTH] * conv_CW[:, w] for w in range(4)))
+
+
+def recurrent(scalars, q, k, v, a_BTH, b_BTH) -> torch.Tensor:
+    """The gated delta rule, token by token; q, k (B, T, H, K) and v (B, T, H, V) as they are projected."""
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    alpha = (-scalars.A_log.exp() * F.softplus(a_BTH + scalars.dt_bias)).exp()[..., None, None]
+    beta = b_BTH.sigmoid()[..., None, None]
+    state, outputs = torch.zeros(*v.shape[::2], v.shape[-1], k.shape[-1], dtype=torch.float64), []
+    for t in range(LENGTH):
+        row, column = k[:, t, :, None], k[:, t, :, :, None]
+        state = alpha[:, t] * state @ (torch.eye(k.shape[-1]) - beta[:, t] * column * row)
+        state = state + beta[:, t] * v[:, t, :, :, None] * row
+        outputs.append((state @ q[:, t, :, :, None])[..., 0])
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("rope_on", ["qk", "v"])
+def test_hymos_gated_delta_rule_computes_its_equations(rope_on):
+    heads, key_dim, value_dim = 2, 8, 4
+    mixer = made(
+        name="hymo_gdn", inner=heads * value_dim, head_dim=value_dim, state_dim=key_dim, rope_on=rope_on,
+        rotary_fraction=0.5,
+    )  # fmt: skip
+    turns = {"k": rope_on == "qk", "v": rope_on == "v"}
+
+    def turned(x_BTHK, whether):
+        half = x_BTHK.shape[-1] // 4
+        rows = [torch.stack([rotated(x_THK[:, h], half) for h in range(heads)], 1) for x_THK in x_BTHK]
+        return torch.stack(rows) if whether else x_BTHK
+
+    def equations(x_BTD):
+        into, skip = mixer.in_skip.split([heads * value_dim, DIM])
+        u = convolved(x_BTD @ into.T, mixer.conv)
+        keys, queries, gate = (u @ w.T for w in mixer.k_q_gate.split([heads * key_dim] * 2 + [heads * value_dim]))
+        k, q = (turned(x.unflatten(-1, (heads, -1)), turns["k"]) for x in (keys, queries))
+        v = turned(u.unflatten(-1, (heads, -1)), turns["v"])
+        o = recurrent(mixer.recurrence, q, k, v, *(u @ weight.T for weight in mixer.dt_beta.chunk(2)))
+        o = F.rms_norm(o + mixer.recurrence.D[:, None] * v, (value_dim,), mixer.norm.weight, 1e-6)
+        return (o.flatten(2) * F.silu(gate)) @ mixer.out.T + x_BTD @ skip.T
+
+    assert_same(mixer, equations, rtol=1e-5)  # angles are fp32
+
+
 @pytest.mark.parametrize("expand_v", [1, 2])
 def test_gated_deltanet_computes_its_equations(expand_v):
     heads, key_dim = 2, 4
@@ -46,25 +93,11 @@ def test_gated_deltanet_computes_its_equations(expand_v):
     mixer = made(name="gated_deltanet", heads=heads, key_dim=key_dim, expand_v=expand_v)
     sizes = (heads * key_dim, heads * key_dim, heads * value_dim)
 
-    def convolved(x_BTD, weight, conv_CW):
-        z = F.pad(x_BTD @ weight.T, (0, 0, 3, 0))
-        return F.silu(sum(z[:, w : w + LENGTH] * conv_CW[:, w] for w in range(4))).unflatten(-1, (heads, -1))
-
     def equations(x_BTD):
         each = zip(mixer.qkv.split(sizes), mixer.conv.split(sizes), strict=True)
-        q, k, v = (convolved(x_BTD, *weights) for weights in each)
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        q = q * key_dim**-0.5
-        step = F.softplus(x_BTD @ mixer.a_b[:heads].T + mixer.recurrence.dt_bias)
-        alpha = (-mixer.recurrence.A_log.exp() * step).exp()[..., None, None]
-        beta = (x_BTD @ mixer.a_b[heads:].T).sigmoid()[..., None, None]
-        state, outputs = torch.zeros(ROWS, heads, value_dim, key_dim, dtype=torch.float64), []
-        for t in range(LENGTH):
-            row, column = k[:, t, :, None], k[:, t, :, :, None]
-            state = alpha[:, t] * state @ (torch.eye(key_dim) - beta[:, t] * column * row)
-            state = state + beta[:, t] * v[:, t, :, :, None] * row
-            outputs.append((state @ q[:, t, :, :, None])[..., 0])
-        o = F.rms_norm(torch.stack(outputs, 1), (value_dim,), mixer.norm.weight, 1e-6)
+        q, k, v = (convolved(x_BTD @ weight.T, conv).unflatten(-1, (heads, -1)) for weight, conv in each)
+        o = recurrent(mixer.recurrence, q, k, v, *(x_BTD @ weight.T for weight in mixer.a_b.chunk(2)))
+        o = F.rms_norm(o, (value_dim,), mixer.norm.weight, 1e-6)
         return (o.flatten(2) * F.silu(x_BTD @ mixer.gate.T)) @ mixer.out.T
 
     assert_same(mixer, equations)

@@ -126,10 +126,13 @@ def test_packed_documents_give_the_losses_and_gradients_of_separate_ones():
 def test_greedy_decoding_equals_the_argmax_of_the_full_forward_at_every_position():
     lm, row = model(dtype=torch.float32).eval(), tokens()
     with torch.no_grad():
-        full = lm.logits(batch(row))[0].argmax(-1)
+        for parameter in lm.parameters():
+            parameter.mul_(4)  # so that positions matter to the logits
+        full = lm.logits(batch(row))[0]
         caches = lm.new_caches(2, LENGTH, torch.float32)
-        decoded = [lm.extend(row[:, i : i + 1], caches).argmax(-1) for i in range(LENGTH)]
-    assert torch.equal(torch.stack(decoded, 1), full)
+        decoded = torch.stack([lm.extend(row[:, i : i + 1], caches) for i in range(LENGTH)], 1)
+    assert torch.equal(decoded.argmax(-1), full.argmax(-1))
+    torch.testing.assert_close(decoded, full, rtol=1e-4, atol=1e-4)
 
 
 def test_the_initial_loss_is_that_of_a_uniform_guess():
@@ -190,6 +193,14 @@ def test_a_shared_part_exists_once_and_is_named_once(where):
     assert sum(s for s, _ in lm.config.parameter_table().values()) == sum(p.numel() for p in lm.parameters())
     names = [o.name for o in owned_parameters(lm) if "w13" in o.name]
     assert len(names) == 1 and names[0].startswith("shared.")
+
+
+def test_a_shared_ffn_is_balanced_by_the_choices_of_all_its_layers():
+    lm, counts = model(share=["experts"]), torch.tensor([[8, 2, 3, 3], [8, 2, 2, 4]])
+    lm.update_balance({"layers.0.counts": counts[0], "layers.2.counts": counts[1]})
+    ffn = lm.layers[0].ffn
+    assert ffn is lm.layers[2].ffn
+    torch.testing.assert_close(ffn.load_E, ffn.config.ema * counts.sum(0).double())
 
 
 def test_every_dangling_label_and_misfit_is_reported_at_once():
