@@ -170,3 +170,4 @@ def test_a_recipe_is_the_same_wherever_it_is_kept():
 def test_a_spike_is_a_jump_above_the_lines_before_or_no_number():
     assert spikes([5.0, 4.0, 3.9, 3.8, 3.7]) == 0
     assert spikes([4.0, 3.9, 5.0, 3.8, 3.7, None]) == 2
+    assert spikes([10 - 0.2 * i for i in range(30)] + [6.0]) == 1, "of a loss that once was higher"

@@ -79,8 +79,8 @@ def test_a_cache_forgets_what_is_taken_out_of_it_row_by_row(name):
     part, x = mixer(name).eval(), inputs()
     full, _ = part(x, context(ROWS, LENGTH))
     cache = part.new_cache(ROWS, LENGTH, torch.float64, torch.device("cpu"))
-    cache.snapshots = 4  # of a recurrent state; others need none
-    position_BT, kept_B = context(ROWS, LENGTH).position_BT, torch.tensor([11, 9])
+    cache.snapshots = 3  # of a recurrent state; others need none
+    position_BT, kept_B = context(ROWS, LENGTH).position_BT, torch.tensor([12, 10])
 
     def taken(index_BT: torch.Tensor) -> torch.Tensor:
         rows_B1 = torch.arange(ROWS)[:, None]
