@@ -149,6 +149,10 @@ def test_a_switch_is_turned_on_and_off_in_every_form(flags, value):
     assert job(DEBUG, *flags).compile.enable is value
 
 
+def test_a_switch_is_not_turned_by_another_word():
+    assert told(DEBUG, "--compile.enable=maybe") == ["command line [compile.enable]: must be bool, not str 'maybe'"]
+
+
 def test_none_is_a_word_where_it_is_a_choice_and_nothing_where_a_value_is_optional(recipe):
     name = recipe('[activation_checkpoint]\nmode = "full"\n[checkpoint]\ninitial_load_path = "there"\n')
     found = job(name, "--activation_checkpoint.mode none --checkpoint.initial_load_path none")

@@ -165,6 +165,7 @@ def test_a_recipe_is_the_same_wherever_it_is_kept():
     moved = recipe(0) | {"job": {"dump_folder": "elsewhere"}, "checkpoint": {"interval": 5}}
     assert not other_recipe(recipe(0), moved)
     assert other_recipe(recipe(0), recipe(0, steps=7)) == ["training.steps"]
+    assert other_recipe(recipe(0), recipe(1)) == ["data.seed", "debug.seed"]
 
 
 def test_a_spike_is_a_jump_above_the_lines_before_or_no_number():
