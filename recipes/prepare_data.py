@@ -143,7 +143,7 @@ def dry_run(plan: Preparation, chosen: Sequence[str]) -> int:
         tokens, where = plan.target(name), _described(plan.sources[name], problems)
         size = (tokens or 0) / plan.output.splits["train"]
         disk += size * itemsize
-        sizes = (f"{tokens:,}", f"~{_bytes(size * BYTES_PER_TOKEN)}", _bytes(size * itemsize))
+        sizes = (f"{tokens or 0:,}", f"~{_bytes(size * BYTES_PER_TOKEN)}", _bytes(size * itemsize))
         table.add_row(name, f"{plan.share(name):.1%}", *(sizes if tokens else ("all",) * 3), where)
     console.print(table)
     console.print(f"Tokenizer {plan.tokenizer.name}: {vocab_size:,} ids, {itemsize} bytes a token on disk.")
@@ -201,6 +201,11 @@ def command(arguments: list[str] | None = None) -> int:
         console.print(f"Stopped: {str(error) or 'interrupted.'} Nothing is lost: run the same command to go on.")
         return 1
     except (OSError, sqlite3.OperationalError) as error:
+        if isinstance(error, NotADirectoryError | FileExistsError | PermissionError):
+            console.print(
+                f"Stopped: {error.filename}: {error.strerror}. Shards go to the table's folder, or to --output."
+            )
+            return 1
         if getattr(error, "errno", None) != errno.ENOSPC and "full" not in str(error):
             raise
         console.print(

@@ -463,6 +463,18 @@ def test_a_wrong_table_ends_with_status_2_and_every_problem(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path}/no.toml: cannot be read (No such file or directory)\n"
 
 
+def test_a_dry_run_of_a_table_that_takes_all_says_so_and_an_output_that_is_a_file_is_told(tmp_path, capsys):
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"text": text(0)}])
+    path = tmp_path / "table.toml"
+    path.write_text(tomli_w.dumps(table(path, {"a": {"read": {"name": "jsonl", "files": [str(rows)]}}})))
+    assert prepare_data.command([str(path), "--dry-run"]) == 0
+    assert [cell.strip() for cell in capsys.readouterr().out.split("│")][2:5] == ["100.0%", "all", "all"]
+    assert prepare_data.command([str(path), "--workers", "0"]) == 1
+    assert capsys.readouterr().out.startswith(
+        f"Stopped: {path}: File exists. Shards go to the table's folder, or to --o"
+    )
+
+
 def test_a_document_shorter_than_the_format_allows_cannot_be_written(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="at least 16 tokens"):
         write_shard(tmp_path, "train-00000", "train", [np.arange(5)], tokenizer.vocab_size)
