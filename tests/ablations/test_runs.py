@@ -76,6 +76,7 @@ def test_a_family_is_stopped_resumed_and_reported_past_a_variant_that_fails(tmp_
     assert "resumed after step" in (tmp_path / "out/primary/seed-0/console.log").read_text()
     assert steps(tmp_path / "out/primary/seed-0") == list(range(1, 13))
     assert "fails seed 0 failed: ended with status 2" in said and "impossible" not in first
+    assert "out/fails/seed-0/console.log): " in said and "there/is/nothing does not exist; make it with" in said
     text = (tmp_path / "out/report.md").read_text()
     assert "fails (fails) has no finished run" in text and "impossible (impossible) has no finished run" in text
     assert main([*arguments, "--only_variants", "no_mtp"]) == 0  # nothing is left to do
