@@ -381,6 +381,11 @@ def test_the_looped_zone_of_the_510m_is_277_mb_and_fits_in_no_cache():
     assert cache_residency(job("hymo_primary")) == []
 
 
+def test_a_cache_larger_than_a_zone_holds_all_of_it_and_not_more():
+    [zone] = cache_residency(job("chimera_debug"))
+    assert {gpu["share"] for gpu in zone["gpus"].values()} == {1.0}
+
+
 def test_a_looped_and_shared_stack_is_shown(capsys):
     main(["--job.config_file", str(RECIPES / "swarm_debug.toml")])
     shown = capsys.readouterr().out

@@ -22,7 +22,7 @@ import tomli_w
 import registry
 from components.data import preparation
 from components.data.chat import encode_chat, segments
-from components.data.documents import Selection, encode_rows
+from components.data.documents import Refused, Selection, encode_rows, text_of_row
 from components.data.journal import Journal
 from components.data.preparation import Preparation, SourceRun, encoded, is_prepared, workers
 from components.data.shard_writer import ShardWriter
@@ -473,6 +473,13 @@ def test_a_dry_run_of_a_table_that_takes_all_says_so_and_an_output_that_is_a_fil
     assert capsys.readouterr().out.startswith(
         f"Stopped: {path}: File exists. Shards go to the table's folder, or to --o"
     )
+
+
+def test_the_share_of_symbols_is_of_characters_whatever_their_bytes():
+    letters = "éèàùçâêîôûëïü" * 3
+    assert text_of_row({"text": letters + "1234567890" * 3}, Selection())
+    with pytest.raises(Refused, match="symbols"):
+        text_of_row({"text": letters + "1234567890" * 4}, Selection())
 
 
 def test_a_document_shorter_than_the_format_allows_cannot_be_written(tmp_path, tokenizer):
