@@ -1,6 +1,7 @@
 """What must be the same on any number of ranks and under any plan. One rank writes what it found without any choice
 of a plan; everything else is compared with that."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -192,6 +193,13 @@ def test_buckets_of_any_size_travel_alike(folder: Path):
         sizes = [bucket.sums.numel() for bucket in prepared(ZERO1, **SMALL).plan.buckets]
         assert max(sizes) > 2 * min(sizes)
         compare(folder, "small", trained(ZERO1, **SMALL))
+
+
+def test_what_travels_under_zero1_travels_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        parts = prepared(ZERO1, **SMALL)
+        parts.plan.reduce_gradients()
 
 
 def test_what_computes_in_fp32_is_reduced_in_fp32_whatever_the_rest_is():
