@@ -76,8 +76,10 @@ def read_plan(file: str, only: Sequence[str] = ()) -> Preparation:
     path = Path(file)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise registry.RecipeError([registry.Problem((str(path),), str(error))]) from None
+    except OSError as error:
+        raise registry.RecipeError([registry.Problem((), f"cannot be read ({error.strerror})", file)]) from None
+    except ValueError as error:
+        raise registry.RecipeError([registry.Problem((), f"not valid TOML: {error}", file)]) from None
     for module in table.get("imports", ()):
         importlib.import_module(module)
     problems: list[registry.Problem] = []
@@ -86,7 +88,7 @@ def read_plan(file: str, only: Sequence[str] = ()) -> Preparation:
         if plan and name not in plan.sources:
             problems.append(registry.Problem(("--only",), registry.unknown("source", name, plan.sources)))
     if problems:
-        raise registry.RecipeError(problems)
+        raise registry.RecipeError(replace(problem, origin=file) for problem in problems)
     return plan
 
 
@@ -141,7 +143,7 @@ def dry_run(plan: Preparation, chosen: Sequence[str]) -> int:
         tokens, where = plan.target(name), _described(plan.sources[name], problems)
         size = (tokens or 0) / plan.output.splits["train"]
         disk += size * itemsize
-        sizes = (f"{tokens:,}", f"~{_bytes(size * BYTES_PER_TOKEN)}", _bytes(size * itemsize))
+        sizes = (f"{tokens or 0:,}", f"~{_bytes(size * BYTES_PER_TOKEN)}", _bytes(size * itemsize))
         table.add_row(name, f"{plan.share(name):.1%}", *(sizes if tokens else ("all",) * 3), where)
     console.print(table)
     console.print(f"Tokenizer {plan.tokenizer.name}: {vocab_size:,} ids, {itemsize} bytes a token on disk.")
@@ -199,6 +201,11 @@ def command(arguments: list[str] | None = None) -> int:
         console.print(f"Stopped: {str(error) or 'interrupted.'} Nothing is lost: run the same command to go on.")
         return 1
     except (OSError, sqlite3.OperationalError) as error:
+        if isinstance(error, NotADirectoryError | FileExistsError | PermissionError):
+            console.print(
+                f"Stopped: {error.filename}: {error.strerror}. Shards go to the table's folder, or to --output."
+            )
+            return 1
         if getattr(error, "errno", None) != errno.ENOSPC and "full" not in str(error):
             raise
         console.print(

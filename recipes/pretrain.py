@@ -46,9 +46,10 @@ from components.parallel.optional import UnavailableError, attempt
 from components.parallel.plan import Plan
 from components.parallel.process_group import Place, StepWatch, init, set_timeout, shutdown
 from recipes.banner import banner, farewell
-from recipes.job import Job, load_or_exit, refused_changes, to_table, write_resolved
+from recipes.job import Job, load_or_exit, refuse_unwritable, refused_changes, to_table, write_resolved
 from recipes.result import write_result
 from recipes.validate import continue_prompt, validate, validate_at
+from registry import RecipeError
 
 FORMAT = 1  # of what `save` writes beside the tensors
 LARGE_NORM = 10.0  # of the gradient before clipping: worth a warning
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> None:
     stop = StopRequest()  # listens to the very end: a signal after the last step must not fail a run that is done
     try:
         train(job, place, stop)
-    except (CheckpointError, TrainingStopped, UnavailableError) as error:
+    except (CheckpointError, RecipeError, TrainingStopped, UnavailableError) as error:
         if place.rank == 0:
             print(f"stopped: {error}", file=sys.stderr, flush=True)
         shutdown(1)
@@ -114,6 +115,7 @@ def main(arguments: list[str]) -> None:
 
 def train(job: Job, place: Place, stop: StopRequest) -> Run:
     """The run: build, resume, step until done or asked to stop, say where everything is. Returns it as it ended."""
+    refuse_unwritable(job.job.dump_folder, "job.dump_folder")  # before anybody waits for a model to be built
     run = build(job, place, stop)
     restore(run)
     run.optimizer.round_weights()

@@ -14,6 +14,7 @@ import tomli_w
 
 import registry
 from components.data.config import SourceConfig
+from recipes import pretrain
 from recipes.job import Job, completed, differences, load, load_or_exit, refused_changes, to_table, write_resolved
 from registry import RecipeError
 
@@ -91,6 +92,11 @@ def test_a_title_starts_a_table_of_labels_afresh(recipe):
     assert job(name).data.sources == {"a": SourceConfig(path="p", weight=2.0)}
 
 
+def test_a_label_may_be_called_name(recipe):
+    text = '[data.sources]\nname = { path = "x", weight = 1.0 }\n'
+    assert set(job(recipe(text)).data.sources) == {"sotu", "shakespeare", "name"}
+
+
 def test_an_optional_part_is_taken_away_by_the_name_none(recipe):
     assert job(recipe('[model.mtp]\nname = "none"\n')).model.config.mtp is None
     assert job(DEBUG, "--model.mtp.name", "none").model.config.mtp is None
@@ -141,6 +147,10 @@ def test_each_recipe_and_overlay_has_a_dump_folder_of_its_own(recipe):
 )
 def test_a_switch_is_turned_on_and_off_in_every_form(flags, value):
     assert job(DEBUG, *flags).compile.enable is value
+
+
+def test_a_switch_is_not_turned_by_another_word():
+    assert told(DEBUG, "--compile.enable=maybe") == ["command line [compile.enable]: must be bool, not str 'maybe'"]
 
 
 def test_none_is_a_word_where_it_is_a_choice_and_nothing_where_a_value_is_optional(recipe):
@@ -366,6 +376,19 @@ def test_all_mistakes_of_files_and_flags_are_told_at_once_each_with_its_origin(r
     assert 'no flag named "--debug.sed". Did you mean "--debug.seed"?' in "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--seed", "--data.seed or --debug.seed"),
+        ("--model.lr", "--optimizer.matrix.lr or --optimizer.expert.lr or --optimizer.embedding.lr or --optimizer.rou"),
+        ("--training.stpes", '"--training.steps"'),
+    ],
+)
+def test_a_flag_of_the_wrong_section_is_told_with_those_of_its_name(flag, meant):
+    [line] = told(DEBUG, flag, "1")
+    assert line.startswith(f'command line: no flag named "{flag}". Did you mean {meant}')
+
+
 def test_a_missing_parent_names_its_child_and_the_nearest_file(recipe):
     recipe("", "hymo.toml")
     [line] = told(recipe("", base="hymo_.toml"))
@@ -423,6 +446,16 @@ def test_a_missing_shard_is_told_before_a_run(recipe, tmp_path, monkeypatch):
     [line] = told(DEBUG, needs_data=True)
     assert "[data.sources.sotu]" in line
     assert "train-00000" in line
+
+
+def test_a_dump_folder_that_cannot_be_written_is_told_before_a_model_is_built(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "build", lambda *_: pytest.fail("built"))
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match=r"\[job.dump_folder\]: file/run cannot be made, since .*/file is a file"):
+        pretrain.train(job(DEBUG, "--job.dump_folder file/run"), None, None)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    with pytest.raises(RecipeError, match=f"{tmp_path} is not yours to write into; name another folder"):
+        pretrain.train(job(DEBUG, "--job.dump_folder not/there/yet"), None, None)
 
 
 def test_a_command_ends_with_status_2_and_prints_to_stderr_from_one_rank_a_node(capsys, monkeypatch):
@@ -492,6 +525,27 @@ def test_a_key_that_came_later_is_as_by_default_in_recipes_written_before():
     changed = to_table(job(DEBUG, "--training.master_dtype bfloat16"))
     assert differences(old, changed) == ["training.master_dtype"]
     assert refused_changes(old, changed) == ["training.master_dtype: 'float32' -> 'bfloat16'"]
+
+
+def test_what_a_run_means_may_not_change_on_resume():
+    flags = {
+        "model.dim": "32",
+        "model.mixers.gdn.rope_theta": "1.5",
+        "model.mtp.weights": "0.5 0.5",
+        "data.seed": "7",
+        "data.packing": "document",
+        "data.sources.sotu.weight": "0.9",
+        "optimizer.matrix.momentum": "0.5",
+        "optimizer.matrix.weight_decay": "0.5",
+        "optimizer.scalar.betas": "0.5 0.5",
+        "training.global_batch_size": "32",
+        "training.seq_len": "64",
+        "training.max_norm": "0.5",
+        "training.dtype": "bfloat16",
+        "debug.seed": "7",
+    }
+    old, new = to_table(job(DEBUG)), to_table(job(DEBUG, *(f"--{key} {value}" for key, value in flags.items())))
+    assert {line.split(":")[0] for line in refused_changes(old, new)} == set(flags)
 
 
 def test_a_resumed_run_may_take_the_recurrence_in_other_chunks_which_makes_another_recipe_all_the_same():

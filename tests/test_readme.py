@@ -1,5 +1,6 @@
-"""The README's worked example, exactly as it stands there."""
+"""The README's worked example and the checkpoints' program, exactly as they stand there."""
 
+import json
 import os
 import re
 import subprocess
@@ -35,6 +36,16 @@ def test_the_example_component_trains_through_the_entrypoint(folder):
     done = run(folder, "-m", "recipes.pretrain", "--job.config_file", str(folder / "token_shift.toml"), *flags)
     assert done.returncode == 0, done.stderr
     assert "token_shift" in done.stdout and "held-out loss" in done.stdout
+
+
+def test_the_program_that_reads_a_checkpoint_judges_and_questions_its_model(folder):
+    """The run is the example component's."""
+    [program] = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/checkpoints.md").read_text(), re.DOTALL)
+    mine = program.replace("outputs/hymo_debug", str(folder / "out")).replace('batches", "4"', 'batches", "1"')
+    done = run(folder, "-c", mine)
+    logged = json.loads((folder / "out" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert done.returncode == 0 and f"'validation/loss': {logged['validation/loss']}" in done.stdout, done.stderr
+    assert "\nTo be, or" in done.stdout
 
 
 def test_the_example_component_keeps_the_contract_of_mixers(folder):

@@ -190,7 +190,10 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[OwnedParameter]]:
 
 
 def _check_roles(model: nn.Module, owned: list[OwnedParameter]) -> None:
-    """`owned_parameters` has refused undeclared parameters. Here: shared ones, and the logical tensors."""
+    """`owned_parameters` has refused undeclared parameters. Here: roles, shared parameters, and the logical tensors."""
+    for o in owned:
+        if o.role.name not in ROLE_NAMES:
+            raise ValueError(f"{o.name}: {unknown('role', o.role.name, ROLE_NAMES)}")
     role_of = {id(o.parameter): o for o in owned}
     for path, module in model.named_modules():
         for name, role in module.roles().items() if hasattr(module, "roles") else ():

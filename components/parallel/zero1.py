@@ -27,6 +27,10 @@ from registry import register
 
 BUCKET = 64 * 2**20  # parameters that travel together: large messages, yet small buffers beside the whole
 
+# Since torch 2.13 these have names under which they do not warn that they are deprecated.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Trained(NamedTuple):
     """A parameter in its three forms."""
@@ -146,7 +150,7 @@ class Bucket:
             return
         travels = self._gathering
         torch._foreach_copy_(travels.mine, self._masters)
-        dist.all_gather_into_tensor(travels.all_parts, travels.my_part, group=self.mesh.get_group())
+        all_gather(travels.all_parts, travels.my_part, group=self.mesh.get_group())
         for pieces, arrived in zip(self._weights, travels.by_rank, strict=True):
             torch._foreach_copy_(pieces, arrived)
 
@@ -157,7 +161,7 @@ class Bucket:
             travels = self._reducing
             for pieces, sent in zip(self._sums, travels.by_rank, strict=True):
                 torch._foreach_copy_(sent, pieces)
-            dist.reduce_scatter_tensor(travels.my_part, travels.all_parts, group=self.mesh.get_group())
+            reduce_scatter(travels.my_part, travels.all_parts, group=self.mesh.get_group())
             torch._foreach_copy_(self._reduced, travels.mine)
             torch._foreach_div_(self._reduced, self.ranks)
         for member, gradient in zip(self.members, self._gradients, strict=True):

@@ -25,6 +25,7 @@ from recipes.ablate.progress import Display
 from recipes.ablate.report import Group, Report, write_report
 from recipes.ablate.runs import Planned, Stopped, plan, run_all
 from recipes.ablate.slurm import array_script
+from recipes.job import refuse_unwritable
 from recipes.job.flags import split_options, without
 from recipes.result import read_result
 from registry import unknown
@@ -47,6 +48,11 @@ class Options:
     report_only: bool = False  # of the runs that are there
     figures: bool = True  # needs matplotlib
 
+    def __post_init__(self) -> None:
+        for name in ("seeds", "ranks", "side_by_side"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"--{name} must be at least 1, not {number}")
+
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
@@ -65,6 +71,7 @@ def main(arguments: list[str]) -> int:
         if options.only not in range(len(runs)):
             raise ValueError(f"--only {options.only}: there is no such run; they are numbered 0 to {len(runs) - 1}")
         runs = [runs[options.only]]
+    refuse_unwritable(str(folder), "--folder")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if not options.report_only:
         with Display(console) as display:

@@ -61,6 +61,10 @@ class Family:
     variants: dict[str, Variant] = field(default_factory=dict)  # by the name of their file
     folder: Path = field(default=Path(), init=False, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, not {self.seeds}")
+
     @property
     def name(self) -> str:
         return self.folder.name

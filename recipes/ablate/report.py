@@ -18,6 +18,7 @@ TOLERANCE = 0.005  # relative difference in size, FLOPs or tokens that is worth 
 NONE = "–"
 ALWAYS = ("tps", "memory")  # columns of every report
 HEADS = {"tokens": "at equal tokens", "FLOPs": "at equal FLOPs", "seconds": "at equal time"}
+ENDS = {"tokens": ",.0f", "FLOPs": ".4g", "seconds": ",.1f"}  # how a place on an axis is written
 READINGS = {"loss": ("loss", None), "perplexity": ("loss", math.exp), "bits per byte": ("bpb", None)}
 
 
@@ -126,7 +127,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _losses(report: Report) -> str:
-    ends = ", ".join(f"{common_end(report.results(), axis):.4g} {axis}" for axis in report.axes)
+    ends = ", ".join(f"{common_end(report.results(), axis):{ENDS[axis]}} {axis}" for axis in report.axes)
     rows = [
         [_label(report, g), str(len(g.runs)), *(shown(report.readings(g, axis, "loss")) for axis in report.axes)]
         for g in report.groups
@@ -191,7 +192,8 @@ def _headings(report: Report, names: Sequence[str]) -> list[str]:
 
 
 def _own_value(group: Group, names: Sequence[str], heading: str) -> str:
-    return shown(group.measured(lambda result: columns(result, names).get(heading)), ".4g")
+    found = group.measured(lambda result: columns(result, names).get(heading))
+    return _spread(found, lambda n: rounded(n, 4), lambda n: rounded(n, 2))
 
 
 def _label(report: Report, group: Group) -> str:
@@ -236,19 +238,27 @@ def unequal(group: Group, reference: Group) -> list[str]:
         "FLOPs a token": (one["flops_per_token"]["total"], other["flops_per_token"]["total"]),
         "tokens": (one["tokens"], other["tokens"]),
     }
-    return [f"{k} ({a:.4g} against {b:.4g})" for k, (a, b) in pairs.items() if abs(a - b) > TOLERANCE * b]
+    return [
+        f"{k} ({rounded(a, 4)} against {rounded(b, 4)})" for k, (a, b) in pairs.items() if abs(a - b) > TOLERANCE * b
+    ]
 
 
 def shown(values: Mapping[int, float], form: str = ".4f") -> str:
     """Mean ± half the interval, where there is one."""
+    return _spread(values, lambda n: f"{n:{form}}", lambda n: f"{n:{form}}")
+
+
+def _spread(values: Mapping[int, float], mean: Callable[[float], str], half: Callable[[float], str]) -> str:
     if not values:
         return NONE
     found = interval(list(values.values()))
-    return f"{found.mean:{form}} ± {found.half:{_short(form)}}" if found.half else f"{found.mean:{form}}"
+    return f"{mean(found.mean)} ± {half(found.half)}" if found.half else mean(found.mean)
 
 
-def _short(form: str) -> str:
-    return ".2g" if form.endswith("g") else form
+def rounded(n: float, digits: int) -> str:
+    """A number to so many digits, without an exponent where it is large: 108,900 and not 1.089e+05."""
+    n = float(f"{n:.{digits}g}")
+    return f"{n:,.0f}" if abs(n) >= 10 ** (digits - 1) else f"{n:.{digits}g}"
 
 
 def signed(difference: Interval) -> str:

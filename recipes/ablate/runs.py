@@ -28,6 +28,7 @@ from recipes.result import SHARING, other_recipe, read_result
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 PAUSE = 0.2  # seconds between looks at the runs
+LAST_WORDS = 300  # characters of a failed run's last line
 LAST_LINE = 4096  # bytes from the end of metrics.jsonl that hold its last line
 
 
@@ -75,6 +76,14 @@ class Planned:
                 return json.loads(file.read().splitlines()[-1])["step"]
         except (OSError, ValueError, KeyError, IndexError):
             return 0  # no line yet, or one that is being written
+
+    def last_words(self) -> str:
+        """Where its console is, and the end of what it said there, which is why it failed; not of torchrun, whose own
+        account comes last."""
+        log = self.folder / "console.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if self.ranks == 1 else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f" (see {log})" + (f": {last[:LAST_WORDS]}" if last else "")
 
     def start(self, slot: "Slot") -> subprocess.Popen:
         """Its process, on the slot's devices; what it prints goes to console.log."""
@@ -175,8 +184,7 @@ def _unfinished(runs: Sequence[Planned], failures: dict[str, str]) -> Iterator[P
 
 def _ended(run: Planned, status: int, failures: dict[str, str], display: Display) -> None:
     try:
-        done = run.finished()
-        reason = None if done else f"ended with status {status} and no result; see {run.folder / 'console.log'}"
+        reason = None if run.finished() else f"ended with status {status} and no result{run.last_words()}"
     except ValueError as error:
         reason = str(error)
     if reason:

@@ -221,11 +221,21 @@ def _strangers(words: Sequence[str], leaves: Mapping[str, Leaf]) -> list[Problem
         return [
             Problem((), f"{' '.join(words)!r} belongs to no flag; flags look like --training.steps 10", COMMAND_LINE)
         ]
-    known = [f"--{key}" for key in leaves]
     return [
-        Problem((), f'no flag named "{flag}".{registry.near_miss(flag, known)} --help lists them all', COMMAND_LINE)
+        Problem((), f'no flag named "{flag}".{_meant(flag, leaves)} --help lists them all', COMMAND_LINE)
         for flag in flags
     ]
+
+
+def _meant(flag: str, leaves: Iterable[str]) -> str:
+    """The flags of that last word, in whatever section (`--lr`); where there are none, the one that looks like it."""
+    known = [f"--{key}" for key in leaves]
+    same = [other for other in known if _last_word(other) == _last_word(flag)]
+    return f" Did you mean {' or '.join(same)}?" if same else registry.near_miss(flag, known)
+
+
+def _last_word(flag: str) -> str:
+    return flag.removeprefix("--").rpartition(".")[2]
 
 
 def _nest(values: Mapping[Path, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import tomli_w
 import torch
 
 from recipes.job.sections import Job
-from registry import Component, Problem, parse
+from registry import Component, Problem, RecipeError, parse
 
 MAY_CHANGE = (
     "job.*",
@@ -99,6 +99,16 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
+
+
+def refuse_unwritable(folder: str, key: str) -> None:
+    """RecipeError where `folder`, stated under `key`, can be neither written into nor made. Makes nothing itself."""
+    place = File(folder).absolute()
+    there = next(part for part in (place, *place.parents) if os.path.exists(part))
+    if not os.path.isdir(there):
+        raise RecipeError([Problem((key,), f"{folder} cannot be made, since {there} is a file; name another folder")])
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RecipeError([Problem((key,), f"{there} is not yours to write into; name another folder")])
 
 
 def write_resolved(job: Job, folder: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from recipes import compare
 from recipes.ablate.figures import draw
 from recipes.ablate.measure import columns, common_end, reading
-from recipes.ablate.report import Group, Report, markdown, write_report
+from recipes.ablate.report import Group, Report, markdown, rounded, write_report
 from recipes.result import other_recipe, spikes
 from tests.ablations.made import recipe, result, write
 from tests.ranks import REPOSITORY
@@ -56,17 +56,22 @@ def test_a_report_says_worse_and_that_the_claim_is_met():
     assert "+0.1010 [+0.0985, +0.1035], worse" in text and "≥ 0.05: met" in text and "⚠" not in text
 
 
+def test_a_bound_is_judged_at_equal_tokens():
+    """At equal time this variant, which is twice as fast, is 0.9 nats better and would refute it."""
+    assert "-0.9" in markdown(report(step_seconds=0.25)) and "≥ 0.05: met" in markdown(report(step_seconds=0.25))
+
+
 def test_a_variant_of_another_size_is_marked_with_both_numbers():
     text = markdown(report(active=1100, flops=2e6))
     assert "| other ⚠ |" in text
-    assert "⚠ other differs in active parameters (1100 against 1000), FLOPs a token (2e+06 against 1e+06)" in text
+    assert "⚠ other differs in active parameters (1,100 against 1,000), FLOPs a token (2,000,000 against 1,0" in text
 
 
 def test_a_variant_that_saw_fewer_tokens_is_marked():
     found = report()
     for made in found.groups[1].runs.values():
         made["tokens"] //= 2
-    assert "⚠ other differs in tokens (5e+04 against 1e+05)" in markdown(found)
+    assert "⚠ other differs in tokens (50,000 against 100,000)" in markdown(found)
 
 
 def test_runs_that_shared_a_device_are_not_compared_by_time_or_speed():
@@ -78,6 +83,14 @@ def test_runs_that_shared_a_device_are_not_compared_by_time_or_speed():
     text = markdown(found)
     assert "⚠ Runs shared devices" in text and "tok/s a device" not in text
     assert "at equal time |" not in text and "+0.1010" in text
+
+
+def test_numbers_of_a_report_have_the_digits_they_are_worth_and_no_exponent_of_ten():
+    found = report()
+    for made, speed in zip(found.reference.runs.values(), (108_500.0, 109_000.0, 109_300.0), strict=True):
+        made["summary"]["tps"] = {"median": speed}
+    assert "| 108,900 ± 1,000 |" in markdown(found) and "100,000 tokens" in markdown(found)
+    assert [rounded(n, 2) for n in (0.0, 9.96, 0.0234)] == ["0", "10", "0.023"]
 
 
 def test_files_of_a_report_hold_the_same_numbers_and_figures_are_drawn(tmp_path):
@@ -152,8 +165,10 @@ def test_a_recipe_is_the_same_wherever_it_is_kept():
     moved = recipe(0) | {"job": {"dump_folder": "elsewhere"}, "checkpoint": {"interval": 5}}
     assert not other_recipe(recipe(0), moved)
     assert other_recipe(recipe(0), recipe(0, steps=7)) == ["training.steps"]
+    assert other_recipe(recipe(0), recipe(1)) == ["data.seed", "debug.seed"]
 
 
 def test_a_spike_is_a_jump_above_the_lines_before_or_no_number():
     assert spikes([5.0, 4.0, 3.9, 3.8, 3.7]) == 0
     assert spikes([4.0, 3.9, 5.0, 3.8, 3.7, None]) == 2
+    assert spikes([10 - 0.2 * i for i in range(30)] + [6.0]) == 1, "of a loss that once was higher"

@@ -76,6 +76,7 @@ def test_a_family_is_stopped_resumed_and_reported_past_a_variant_that_fails(tmp_
     assert "resumed after step" in (tmp_path / "out/primary/seed-0/console.log").read_text()
     assert steps(tmp_path / "out/primary/seed-0") == list(range(1, 13))
     assert "fails seed 0 failed: ended with status 2" in said and "impossible" not in first
+    assert "out/fails/seed-0/console.log): " in said and "there/is/nothing does not exist; make it with" in said
     text = (tmp_path / "out/report.md").read_text()
     assert "fails (fails) has no finished run" in text and "impossible (impossible) has no finished run" in text
     assert main([*arguments, "--only_variants", "no_mtp"]) == 0  # nothing is left to do
@@ -120,6 +121,22 @@ def test_a_task_beyond_the_last_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(ValueError, match="--only 4: there is no such run; they are numbered 0 to 3"):
         main([str(family(tmp_path / "f", "no_mtp")), "--seeds", "2", "--only", "4"])
+
+
+def test_numbers_below_1_and_a_folder_that_cannot_be_made_are_told_before_any_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
+    made = family(tmp_path / "f")
+    for flag in ("--seeds", "--ranks", "--side_by_side"):
+        with pytest.raises(SystemExit):
+            main([str(made), flag, "0"])
+        assert f"{flag} must be at least 1, not 0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"\[--folder\]: .*/family.toml/x cannot be made"):
+        main([str(made), "--folder", str(made / "family.toml/x")])
+    file = made / "family.toml"
+    file.write_text(file.read_text().replace("seeds = 1", "seeds = 0"))
+    with pytest.raises(ValueError, match="seeds must be at least 1, not 0"):
+        read_family(str(made))
 
 
 def test_runs_side_by_side_have_gpus_of_their_own(monkeypatch):

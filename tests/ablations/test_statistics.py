@@ -53,6 +53,7 @@ def test_a_bound_is_met_refuted_or_not_settled():
     assert judgement(Interval(0.021, 0.005), 0.02, None) == "not settled"
     assert judgement(Interval(-0.03, 0.005), None, 0.0) == "met"
     assert judgement(Interval(0.03, 0.005), None, 0.0) == "refuted"
+    assert judgement(Interval(0.021, 0.005), None, 0.02) == "not settled"
     assert judgement(Interval(0.03, 0.005), None, None) is None
 
 

@@ -25,6 +25,11 @@ def test_an_ffn_keeps_the_shape_and_trains_every_parameter_it_counts(name):
     assert_parameters_counted_declared_and_trained(part, config("ffn", name).config.parameters(DIM))
 
 
+def test_an_ffn_begins_with_half_the_output_where_four_times_as_many_branches_share_the_stream(name):
+    y, half = (built("ffn", name, dim=DIM, branches=n)(inputs(), context(ROWS, LENGTH))[0] for n in (4, 16))
+    torch.testing.assert_close(half, y / 2, rtol=1e-5, atol=1e-9)
+
+
 def test_an_ffn_treats_each_token_alone(name):
     part, x = built("ffn", name, dim=DIM, branches=4), inputs()
     y, _ = part(x, context(ROWS, LENGTH))

@@ -30,6 +30,12 @@ def test_a_mixer_keeps_the_shape_and_trains_every_parameter_it_counts(name):
     assert_parameters_counted_declared_and_trained(part, config("mixer", name).config.parameters(DIM))
 
 
+def test_a_mixer_begins_with_half_the_output_where_four_times_as_many_branches_share_the_stream(name):
+    few, many = mixer(name), built("mixer", name, dim=DIM, layer=1, branches=16)
+    y, half = (part(inputs(), context(ROWS, LENGTH))[0] for part in (few, many))
+    torch.testing.assert_close(half, y / 2, rtol=1e-5, atol=1e-9)
+
+
 def test_a_mixer_never_sees_a_later_token(name):
     part, x = mixer(name), inputs()
     y, _ = part(x, context(ROWS, LENGTH))
@@ -67,6 +73,34 @@ def test_a_cache_keeps_the_chosen_rows_when_it_is_reordered(name):
         cache.reorder(torch.tensor([1, 0]))
         y, _ = part(x[[1, 0], -1:], context(ROWS, LENGTH).__class__(position[:, -1:]), cache)
     torch.testing.assert_close(y, full[[1, 0], -1:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_forgets_what_is_taken_out_of_it_row_by_row(name):
+    part, x = mixer(name).eval(), inputs()
+    full, _ = part(x, context(ROWS, LENGTH))
+    cache = part.new_cache(ROWS, LENGTH, torch.float64, torch.device("cpu"))
+    cache.snapshots = 3  # of a recurrent state; others need none
+    position_BT, kept_B = context(ROWS, LENGTH).position_BT, torch.tensor([12, 10])
+
+    def taken(index_BT: torch.Tensor) -> torch.Tensor:
+        rows_B1 = torch.arange(ROWS)[:, None]
+        y_BTD, _ = part(x[rows_B1, index_BT], context(ROWS, LENGTH).__class__(index_BT), cache)
+        torch.testing.assert_close(y_BTD, full[rows_B1, index_BT], rtol=1e-5, atol=1e-6)
+
+    with torch.no_grad():
+        for piece in (slice(0, 9), *(slice(i, i + 1) for i in range(9, 13))):
+            taken(position_BT[:, piece])
+        cache.truncate(kept_B)
+        assert torch.equal(cache.lengths_B, kept_B)
+        for more in range(4):
+            taken((kept_B + more)[:, None])
+
+
+def test_a_recurrent_cache_without_a_snapshot_says_so():
+    cache = mixer("hymo_gdn").new_cache(1, LENGTH, torch.float64, torch.device("cpu"))
+    cache.advance(cache.state_BHKV, cache.conv_BWC, 5)
+    with pytest.raises(ValueError, match=r"no snapshot of a recurrent state at lengths \[3\]; raise `snapshots`"):
+        cache.truncate(torch.tensor([3]))
 
 
 def test_packed_documents_do_not_see_each_other_in_outputs_or_gradients(name):

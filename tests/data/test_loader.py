@@ -76,6 +76,12 @@ def test_the_rows_are_the_text_of_the_sources_in_the_shares_of_their_weights(dat
     assert found["prose"] / 320 == pytest.approx(0.7, abs=0.02)
 
 
+def test_documents_start_within_a_window_behind_each_end_id_and_never_at_its_first_token(data_config, tokenizer):
+    windows = open_source(data_config.sources["prose"], tokenizer, "train").windows(64)
+    for tokens, starts in map(windows.read, range(len(windows))):  # the first window begins a document
+        assert starts.tolist() == (np.flatnonzero(tokens[:-1] == tokenizer.end_id) + 1).tolist()
+
+
 def test_every_target_of_a_source_is_trained_once_an_epoch(data_config, tokenizer):
     shards = open_source(data_config.sources["prose"], tokenizer, "train")
     windows = shards.windows(64)
@@ -123,6 +129,8 @@ def test_held_out_batches_are_fixed_and_shared_out_evenly_with_surplus_marked(da
     assert len(alone) == 5 and len({tuple(row.tolist()) for b in alone for row in b.tokens_BT1}) == 10
     other_seed = list(held_out(replace(data_config, seed=99), tokenizer).batches("prose"))
     assert all(map(equal, alone, other_seed))
+    (other_size,) = held_out(data_config, tokenizer, local_batch_size=10, number=1).batches("prose")
+    assert torch.equal(other_size.tokens_BT1, torch.cat([b.tokens_BT1 for b in alone]))
     held = held_out(data_config, tokenizer)
     for world_size in (2, 4):
         ranks = [list(held.batches("prose", r, world_size)) for r in range(world_size)]

@@ -1,6 +1,7 @@
 """The mixture: exact shares, permutations, and the same cost and answer anywhere."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -57,6 +58,21 @@ def test_no_window_repeats_within_an_epoch_and_each_epoch_has_another_order():
     a = found.source == 0
     first, second = (found.window[a & (found.epoch == e)] for e in (0, 1))
     assert (first != second).mean() > 0.9
+
+
+def test_a_later_epoch_is_not_the_first_one_begun_elsewhere():
+    window = Mixture({"a": 1.0}, {"a": BLOCK}, seed=1).locate(np.arange(2 * BLOCK)).window.tolist()
+    follows = [set(pairwise(epoch)) for epoch in (window[:BLOCK], window[BLOCK:])]
+    assert len(follows[0] & follows[1]) < 10
+
+
+def test_every_block_deals_its_sources_in_another_order():
+    first, second = Mixture(HYMO, dict.fromkeys(HYMO, 1000), seed=0).locate(np.arange(2 * BLOCK)).source.reshape(2, -1)
+    assert (first != second).mean() > 0.3
+
+
+def test_what_does_not_divide_goes_to_the_largest_remainder():
+    assert quotas({"a": 0.5, "b": 0.31, "c": 0.19}, block=10) == {"a": 5, "b": 3, "c": 2}
 
 
 def test_counts_taken_agree_with_counting():

@@ -22,7 +22,7 @@ import tomli_w
 import registry
 from components.data import preparation
 from components.data.chat import encode_chat, segments
-from components.data.documents import Selection, encode_rows
+from components.data.documents import Refused, Selection, encode_rows, text_of_row
 from components.data.journal import Journal
 from components.data.preparation import Preparation, SourceRun, encoded, is_prepared, workers
 from components.data.shard_writer import ShardWriter
@@ -458,7 +458,28 @@ def test_a_wrong_table_ends_with_status_2_and_every_problem(tmp_path, capsys):
     assert (
         all(w in said for w in ('Did you mean "jsonl"', 'Did you mean "read"', "sum to 1")) and "Traceback" not in said
     )
+    assert all(line.startswith(f"{path} [") for line in said.splitlines())
     assert prepare_data.command([str(tmp_path / "no.toml")]) == 2
+    assert capsys.readouterr().out == f"{tmp_path}/no.toml: cannot be read (No such file or directory)\n"
+
+
+def test_a_dry_run_of_a_table_that_takes_all_says_so_and_an_output_that_is_a_file_is_told(tmp_path, capsys):
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"text": text(0)}])
+    path = tmp_path / "table.toml"
+    path.write_text(tomli_w.dumps(table(path, {"a": {"read": {"name": "jsonl", "files": [str(rows)]}}})))
+    assert prepare_data.command([str(path), "--dry-run"]) == 0
+    assert [cell.strip() for cell in capsys.readouterr().out.split("│")][2:5] == ["100.0%", "all", "all"]
+    assert prepare_data.command([str(path), "--workers", "0"]) == 1
+    assert capsys.readouterr().out.startswith(
+        f"Stopped: {path}: File exists. Shards go to the table's folder, or to --o"
+    )
+
+
+def test_the_share_of_symbols_is_of_characters_whatever_their_bytes():
+    letters = "éèàùçâêîôûëïü" * 3
+    assert text_of_row({"text": letters + "1234567890" * 3}, Selection())
+    with pytest.raises(Refused, match="symbols"):
+        text_of_row({"text": letters + "1234567890" * 4}, Selection())
 
 
 def test_a_document_shorter_than_the_format_allows_cannot_be_written(tmp_path, tokenizer):

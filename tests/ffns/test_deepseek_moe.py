@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import registry
 from components.ffns.deepseek_moe import choice_counts, choose
@@ -54,6 +55,35 @@ def moe(**changes):
     initialise(part, 0)
     part.reset_buffers()
     return part
+
+
+def by_loops(part, x_TD: torch.Tensor) -> torch.Tensor:
+    """Token by token: the bias has a say in who is chosen, and none in the weights."""
+    c, rows = part.config, []
+    for x_D in x_TD:
+        score_E = (part.router.weight @ x_D).sigmoid()
+        chosen = (score_E + part.bias_E).topk(c.top_k).indices
+        weight_E = torch.zeros_like(score_E).index_copy(0, chosen, c.route_scale * score_E[chosen])
+        every = torch.arange(c.experts)[None]
+        routed = (x_D[None], part.experts.w13_EDF, part.experts.w2_EFD, every, weight_E[None] / score_E[chosen].sum())
+        gate, up = (part.shared.gate_up @ x_D).chunk(2)
+        rows.append(mixture_of_swiglu_reference(*routed)[0] + part.shared.down @ (F.silu(gate) * up))
+    return torch.stack(rows)
+
+
+def test_outputs_and_gradients_are_those_of_a_loop_over_tokens_also_where_the_bias_chooses():
+    part, found = moe(route_scale=1.5, shared=2).double(), []
+    part.bias_E.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    with torch.no_grad():
+        part.router.weight.mul_(50)  # scores that differ by about as much as the biases
+    for function in (lambda x: part(x[None], context(1, 9))[0][0], lambda x: by_loops(part, x)):
+        x = torch.randn(9, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        part.zero_grad()
+        y = function(x)
+        (y * x.detach().flip(0)).sum().backward()
+        found.append([y, x.grad, *(p.grad.clone() for p in part.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_the_bias_changes_who_is_chosen_and_not_what_the_chosen_weigh():

@@ -96,6 +96,14 @@ def test_the_console_line_is_in_torchtitans_manner_with_the_time_that_is_left():
     )
 
 
+def test_the_time_that_is_left_follows_from_the_steps_since_the_start(monkeypatch):
+    """Of a run that goes on after step 60: 20 steps took 50 s."""
+    clock, stream = iter((1000.0, 1050.0)), io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    ConsoleSink(steps=100, restored_step=60, stream=stream).log(80, TRAINING)
+    assert stream.getvalue().endswith("eta: 50s\n")
+
+
 def test_the_console_shows_a_loss_that_is_no_number_and_counts_skipped_steps():
     stream = io.StringIO()
     ConsoleSink(steps=10, stream=stream).log(1, TRAINING | {"loss": math.nan, "skipped_steps": 2})

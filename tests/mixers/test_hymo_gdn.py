@@ -70,6 +70,14 @@ def test_outputs_and_all_gradients_are_those_of_plain_torch(table, compiled, pac
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+def test_it_begins_with_a_whole_skip_of_the_values_and_taps_drawn_within_one_over_the_root_of_their_number():
+    table = {"name": "hymo_gdn", "inner": 64, "head_dim": 8, "state_dim": 8}
+    mixer = parse_component("mixer", table).build(dim=DIM, layer=0, branches=4)
+    initialise(mixer, 0)
+    assert torch.equal(mixer.recurrence.D, torch.ones_like(mixer.recurrence.D))
+    assert 0.4 < mixer.conv.abs().max() <= 0.5 and abs(mixer.conv.mean()) < 0.1
+
+
 def test_no_kernel_adds_up_the_gradients_of_the_convolved_stream():
     torch._dynamo.reset()
     targets = []

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from components.mixers.recurrence import Recurrence
 from components.parameters import initialise
 from registry import RecipeError, parse_component
 from tests.contracts.parts import context
@@ -22,6 +24,20 @@ def outputs(table: dict, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     cache = mixer.new_cache(1, LENGTH, torch.float64, torch.device("cpu"))
     with torch.no_grad():
         return mixer(x, ctx)[0], mixer(x, ctx, cache)[0]
+
+
+def test_decays_begin_as_gated_deltanet_has_them_or_as_the_document_does():
+    """A ~ U(0, 16), steps log-uniform in [0.001, 0.1]; or A = 1 … H with steps of softplus(0)."""
+    drawn = Recurrence(4096, "gdn", skip=True, chunk=0)
+    initialise(drawn, 0)
+    A, step = drawn.A_log.exp(), F.softplus(drawn.dt_bias)
+    assert A.min() > 0 and 15.9 < A.max() <= 16 and abs(A.mean() - 8) < 0.3
+    assert step.min() >= 0.000999 and step.max() <= 0.1001
+    assert abs(step.log10().mean() + 2) < 0.05 and abs(step.log10().std() - 2 / 12**0.5) < 0.03
+    document = Recurrence(5, "arange", skip=False, chunk=0)
+    initialise(document, 0)
+    torch.testing.assert_close(document.A_log.exp(), torch.arange(1.0, 6.0))
+    assert not document.dt_bias.any()
 
 
 @pytest.mark.parametrize("table", MIXERS, ids=lambda table: table["name"])

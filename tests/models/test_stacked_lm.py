@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from components.losses.targets import IGNORE, targets
 from components.parameters import initialise, owned_parameters
-from registry import RecipeError
+from registry import RecipeError, parse_component
 from tests.models.tiny import VOCAB, batch, config, model, tokens
 
 LENGTH = 24
@@ -31,6 +32,70 @@ def test_each_head_predicts_the_token_its_depth_says():
     for ahead in (1, 2, 3):
         found = targets(batch(row), ahead)[0].tolist()
         assert found == [*range(ahead, 9), *[IGNORE] * (ahead - 1)]
+
+
+def test_a_depth_fuses_the_depth_before_with_the_embedding_of_the_token_it_sees():
+    """fused_i = RMSNorm(h_i) + RMSNorm(emb_{i+d}); h'_i = fused_i + SwiGLU(fused_i); d counts from 1."""
+    mtp = parse_component("mtp", {"name": "mtp", "depth": 2, "weights": [0.3, 0.1], "hidden": 8}).build(
+        dim=4, branches=2
+    )
+    with torch.no_grad():
+        for parameter in mtp.double().parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    h, embedded = torch.randn(2, 1, 6, 4, dtype=torch.float64)  # embedded: of tokens 1 to 6
+    expected = h
+    for d, (depth, found) in enumerate(zip(mtp.depths, mtp(h, embedded, None), strict=True)):
+        rows = []
+        for i in range(6):
+            ahead = embedded[0, i + d] if i + d < 6 else torch.zeros(4)
+            fused = sum(
+                F.rms_norm(x.double(), (4,), norm.weight, 1e-6)
+                for x, norm in ((expected[0, i], depth.hidden_norm), (ahead, depth.embedding_norm))
+            )
+            gate, up = (depth.ffn.gate_up @ fused).chunk(2)
+            rows.append(fused + depth.ffn.down @ (F.silu(gate) * up))
+        expected = torch.stack(rows)[None]
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_depths_teach_the_embedding_that_they_see_unless_it_is_detached(detached):
+    table = {"name": "mtp", "depth": 2, "weights": [0.3, 0.1], "hidden": 8, "detach_embedding": detached}
+    mtp = parse_component("mtp", table).build(dim=4, branches=2)
+    initialise(mtp, 0)
+    h, embedded = torch.randn(2, 1, 6, 4).unbind()
+    h.requires_grad_(), embedded.requires_grad_()
+    sum(found.square().sum() for found in mtp(h, embedded, None)).backward()
+    assert h.grad.any() and (embedded.grad is None) is detached
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_acceptance_counts_where_a_depth_guesses_what_the_main_head_guesses_later(packed):
+    lm, row = model(seed=1), tokens(rows=2)
+    with torch.no_grad():
+        lm.embedding.mul_(20)  # guesses that follow the tokens, so that some agree and some do not
+    document = torch.tensor([[0] * 10 + [1] * (LENGTH - 9), [0] * (LENGTH + 1)]) if packed else None
+    guesses = [logits.argmax(-1) for logits in lm.logits(batch(row, document))]
+    for d, agreed, tried in zip((1, 2), *lm.acceptance(batch(row, document)), strict=True):
+        ends = LENGTH - d  # the main head at i + d, and the token after it, lie within the row
+        both = [
+            bool(guesses[d][b, i] == guesses[0][b, i + d])
+            for b in range(2)
+            for i in range(ends)
+            if document is None or document[b, i] == document[b, i + d + 1]
+        ]
+        assert (agreed.item(), tried.item()) == (sum(both), len(both)) and 0 < sum(both) < len(both)
+
+
+def test_the_gradient_norm_of_a_head_is_that_of_its_weighted_loss_at_the_stacks_output():
+    lm, held = model(), []
+    lm.layers[-1].register_forward_hook(lambda _, __, output: held.append(output[0]))
+    found = lm.gradient_norms(batch(tokens()))
+    held.clear()
+    losses = lm(batch(tokens())).loss_sums * torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64)
+    for loss, norm in zip(losses, found, strict=True):
+        (gradient,) = torch.autograd.grad(loss, held, retain_graph=True)
+        torch.testing.assert_close(norm, gradient.norm().float())
 
 
 def test_no_target_of_any_head_crosses_a_document():
@@ -61,10 +126,13 @@ def test_packed_documents_give_the_losses_and_gradients_of_separate_ones():
 def test_greedy_decoding_equals_the_argmax_of_the_full_forward_at_every_position():
     lm, row = model(dtype=torch.float32).eval(), tokens()
     with torch.no_grad():
-        full = lm.logits(batch(row))[0].argmax(-1)
+        for parameter in lm.parameters():
+            parameter.mul_(4)  # so that positions matter to the logits
+        full = lm.logits(batch(row))[0]
         caches = lm.new_caches(2, LENGTH, torch.float32)
-        decoded = [lm.extend(row[:, i : i + 1], caches).argmax(-1) for i in range(LENGTH)]
-    assert torch.equal(torch.stack(decoded, 1), full)
+        decoded = torch.stack([lm.extend(row[:, i : i + 1], caches) for i in range(LENGTH)], 1)
+    assert torch.equal(decoded.argmax(-1), full.argmax(-1))
+    torch.testing.assert_close(decoded, full, rtol=1e-4, atol=1e-4)
 
 
 def test_the_initial_loss_is_that_of_a_uniform_guess():
@@ -125,6 +193,14 @@ def test_a_shared_part_exists_once_and_is_named_once(where):
     assert sum(s for s, _ in lm.config.parameter_table().values()) == sum(p.numel() for p in lm.parameters())
     names = [o.name for o in owned_parameters(lm) if "w13" in o.name]
     assert len(names) == 1 and names[0].startswith("shared.")
+
+
+def test_a_shared_ffn_is_balanced_by_the_choices_of_all_its_layers():
+    lm, counts = model(share=["experts"]), torch.tensor([[8, 2, 3, 3], [8, 2, 2, 4]])
+    lm.update_balance({"layers.0.counts": counts[0], "layers.2.counts": counts[1]})
+    ffn = lm.layers[0].ffn
+    assert ffn is lm.layers[2].ffn
+    torch.testing.assert_close(ffn.load_E, ffn.config.ema * counts.sum(0).double())
 
 
 def test_every_dangling_label_and_misfit_is_reported_at_once():

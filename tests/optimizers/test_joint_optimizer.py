@@ -1,5 +1,7 @@
 """All roles as one optimizer: roles, refusals, state, measurements, clipping, rounded weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,12 @@ def test_a_role_with_parameters_but_no_optimizer_is_refused_and_an_empty_role_ne
 def test_a_misspelt_role_and_an_optimizer_outside_its_roles_are_refused():
     with pytest.raises(ValueError, match='Did you mean "router"'):
         build_optimizers(initialised(), configs() | {"routr": None})
+    misdeclared = initialised()
+    misdeclared.mixer.roles = lambda roles=misdeclared.mixer.roles: {
+        n: replace(r, name="matrx") for n, r in roles().items()
+    }
+    with pytest.raises(ValueError, match=r'mixer\.\w+: no role named "matrx"\. Did you mean "matrix"'):
+        build_optimizers(misdeclared, configs())
     with pytest.raises(ValueError, match=r"\[optimizer.embedding\]: normuon serves the roles matrix, expert only"):
         build_optimizers(initialised(), configs() | {"embedding": parse_component("optimizer", NORMUON)})
 

@@ -33,6 +33,8 @@ def test_a_warm_up_in_steps_is_taken_as_it_stands_and_a_short_run_keeps_both_end
     schedule = wsd(warmup_ratio=None, warmup_steps=100, decay_ratio=0.1)
     assert schedule.phases(250_000) == (100, 224_900, 25_000)
     assert schedule.factor(9, 20) == 0.1 and schedule.factor(19, 20) == 0
+    overlapping = wsd(warmup_ratio=None, warmup_steps=8, decay_ratio=0.5)
+    assert overlapping.factor(5, 10) == 6 / 8 and overlapping.factor(8, 10) == pytest.approx(1 / 5)
 
 
 def test_without_warm_up_or_decay_the_factor_is_one():

@@ -1,6 +1,8 @@
 """What must be the same on any number of ranks and under any plan. One rank writes what it found without any choice
 of a plan; everything else is compared with that."""
 
+import warnings
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -193,6 +195,13 @@ def test_buckets_of_any_size_travel_alike(folder: Path):
         compare(folder, "small", trained(ZERO1, **SMALL))
 
 
+def test_what_travels_under_zero1_travels_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        parts = prepared(ZERO1, **SMALL)
+        parts.plan.reduce_gradients()
+
+
 def test_what_computes_in_fp32_is_reduced_in_fp32_whatever_the_rest_is():
     by_dtype = {}
     for reduced in ("float32", "bfloat16"):
@@ -205,6 +214,22 @@ def test_what_computes_in_fp32_is_reduced_in_fp32_whatever_the_rest_is():
     one, other = (joined[reduced, torch.bfloat16] for reduced in ("float32", "bfloat16"))
     assert torch.equal(one, other) == (dist.get_world_size() == 1)
     assert (one - other).norm() < 0.01 * one.norm()
+
+
+def test_routers_and_decays_compute_in_fp32_and_all_else_in_bf16_under_every_plan():
+    for plan in ({}, ZERO1):
+        parts, seen = prepared(plan, torch.bfloat16, **SMALL), {}
+
+        def note(module, _, name: str, into: dict) -> None:
+            into[name] = {parameter.dtype for parameter in module.parameters(recurse=False)}
+
+        for name, module in parts.model.named_modules():
+            if name and any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(partial(note, name=name, into=seen))
+        accumulate(parts, 0)
+        exact = {name for name in seen if name.endswith(("router", "recurrence"))}
+        assert exact and all(seen[name] == {torch.float32} for name in exact), plan
+        assert len(seen) > 2 * len(exact) and all(seen[name] == {torch.bfloat16} for name in seen.keys() - exact), plan
 
 
 def test_every_rank_sees_the_same_bits_and_the_tied_embedding_is_one_parameter():

@@ -1,7 +1,9 @@
 """Whole runs on 4 ranks, then 2, then 1, in one folder: each launch compares with what those before it left there."""
 
 import json
+import math
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -10,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from components.losses.targets import target_counts
 from components.parallel.optional import UnavailableError
+from components.parameters import initialise
 from recipes import pretrain
 from recipes.pretrain import Run
+from recipes.validate import evaluating, validate
 from tests.optimizers.recording import capture
 from tests.recipes.runs import (
     assert_same_lines,
@@ -71,6 +76,40 @@ def test_after_them_every_rank_holds_the_same_bits_of_router_norms_and_routing_b
         assert all(torch.equal(everywhere[0], other) for other in everywhere), name
 
 
+def test_the_optimizer_is_given_the_clipped_gradient_of_the_weighted_mean_over_all_targets(folder: Path):
+    """Of a step whose ranks have unequally many, since a document ends there, beside a plain model of the same initial
+    values that sees all of its batches."""
+    flags = (*BARE, "--data.packing", "document", "--training.steps", "200", "--training.max_norm", "0.3")
+    run, given = restored(own(folder, "step"), *flags, "--lr_scheduler.warmup_ratio", "0.5"), {}
+    text = pretrain.text(run.job, run.tokenizer, replace(run.place, rank=0, ranks=1))
+
+    def targets_of(number: int) -> list[int]:
+        """Of the main head, in each micro-batch of a step."""
+        return [int(target_counts(batch, 1)) for batch in text.micro_batches(number)]
+
+    number = next(n for n in range(90) if sum(targets_of(n)[::2]) != sum(targets_of(n)[1::2]))
+    run.progress.step = number
+
+    def take(factor: float, measure: bool) -> None:
+        given.update({name: p.grad.full_tensor() for name, p in run.model.named_parameters()}, factor=factor)
+
+    with patch.object(run.optimizer, "step", take):
+        step = pretrain.train_step(run, pretrain.Meter(run))
+    model = run.job.model.build()
+    initialise(model, run.job.debug.seed)
+    model.reset_buffers()
+    outputs = [model(batch) for batch in text.micro_batches(number)]
+    means = sum(o.loss_sums for o in outputs) / sum(o.target_counts for o in outputs)
+    (means * torch.tensor([1.0, 0.3, 0.1])).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    assert norm > 0.6 and step.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    assert step.losses == pytest.approx(means.tolist(), rel=1e-5)
+    assert given.pop("factor") == run.schedule.factor(number, 200) < 1
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(given.pop(name), parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+    assert not given
+
+
 def test_the_last_step_is_saved_and_validated_although_a_multiple_of_neither_interval(folder: Path):
     plain(folder)
     found = lines(own(folder, "plain"))
@@ -87,6 +126,29 @@ def test_held_out_text_cut_to_other_lengths_is_scored_too(folder: Path):
                 assert line[f"validation/at_32/{value}"] == pytest.approx(line[f"validation/{value}"], rel=1e-12)
                 assert line[f"validation/at_80/{value}"] > 0
             assert line["validation/at_80/loss"] != line["validation/loss"]
+
+
+def test_a_validation_is_what_its_batches_give_by_hand(folder: Path):
+    """Every rank goes through all of them, and bytes are counted in the text."""
+    run = plain(folder)
+    found, model, held_out = validate(run.model, run.held_out, run.place), run.model, run.held_out
+    nats, ids, squares, agreed, tried = 0.0, [], torch.zeros(3), torch.zeros(2), torch.zeros(2)
+    with evaluating(model), torch.no_grad():
+        for source in held_out.sources:
+            for number, batch in enumerate(held_out.batches(source)):  # rows of one sequence
+                target_BT, chance_BTV = batch.tokens_BT1[:, 1:], model.logits(batch)[0].double().log_softmax(-1)
+                nats -= chance_BTV.gather(-1, target_BT[..., None]).sum().item()
+                ids += target_BT.flatten().tolist()
+                if number == 0:
+                    squares += model.gradient_norms(batch).square()
+                    agreed, tried = (a + b for a, b in zip((agreed, tried), model.acceptance(batch), strict=True))
+    size = len(run.tokenizer.decode_bytes([i for i in ids if i != run.tokenizer.end_id]))
+    expected = {"loss": nats / len(ids), "ppl": math.exp(nats / len(ids)), "bpb": nats / math.log(2) / size}
+    for d in (1, 2):
+        expected[f"gradient_ratio_mtp/{d}"] = (squares[d] / squares[0]).sqrt().item()
+        expected[f"acceptance_mtp/{d}"] = (agreed[d - 1] / tried[d - 1]).item()
+    for name, value in expected.items():
+        assert found[f"validation/{name}"] == pytest.approx(value, rel=1e-5), name
 
 
 def test_a_logged_step_tells_what_the_optimizer_took_on_every_rank(folder: Path):

@@ -154,6 +154,23 @@ def test_tensorboard_shows_every_step_once_after_going_back(folder: Path):
         assert steps == [line["step"] for line in lines(root)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_best_checkpoint_is_one_that_was_validated_and_stays_the_best_after_a_resume(folder: Path):
+    flags = ("--training.steps", "9", "--checkpoint.interval", "1", "--validation.enable", "--validation.freq", "2")
+
+    def saved(run: pretrain.Run, step: int, **validation: float) -> int | None:
+        """The best after a save at `step`."""
+        run.progress.step, run.progress.validation = step, {f"validation/{k}": v for k, v in validation.items()}
+        pretrain.save(run)
+        return run.checkpoints.best()
+
+    run = restored(folder / "best", *flags)
+    assert saved(run, 3, loss=5.0) is None, "the loss of step 2, which was not saved"
+    assert saved(run, 4, loss=6.0) == 4
+    run = restored(folder / "best", *flags)
+    assert saved(run, 6, loss=6.5) == 4 and run.progress.best_loss == 6.0
+    assert saved(run, 8, loss=torch.nan) == 4 and saved(run, 9, loss=5.9) == 9
+
+
 def test_a_new_run_starts_from_the_weights_of_another(folder: Path):
     expected = weights(short(folder))
     source = ("--checkpoint.initial_load_path", str(folder / "short" / "checkpoint" / "step-6"))
