@@ -83,7 +83,7 @@ class Run:
 
     job: Job
     place: Place
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None where other data took the text's place
     model: StackedLM
     plan: Plan
     micro_batch: MicroBatch
@@ -172,7 +172,7 @@ def build(job: Job, place: Place, stop: StopRequest, data: MicroBatches | None =
     """Model, optimizer, data and checkpoints as the recipe says, at their initial values; `data` if it is given takes
     the place of the recipe's text."""
     set_numerics(job)
-    training, tokenizer = job.training, job.tokenizer.build()
+    training, tokenizer = job.training, job.tokenizer.build() if data is None else None
     prepared = prepare_model(
         job.model,
         parallelism=job.parallelism,

@@ -20,9 +20,10 @@ from tests.ranks import REPOSITORY, rank_environment
 
 
 def command(file, *flags):
-    """Of the tiny recipe with its text taken away."""
+    """Of the tiny recipe with its text and its tokenizer's file taken away."""
     program = [sys.executable, "-m", "recipes.benchmark", "step", "--job.config_file", "tests/recipes/tiny.toml"]
-    return [*program, "--data.sources.sotu.path", "nowhere", "--json-file", str(file), "--steps", "1", *flags]
+    missing = ("--data.sources.sotu.path", "nowhere", "--tokenizer.path", "nowhere.tiktoken")
+    return [*program, *missing, "--json-file", str(file), "--steps", "1", *flags]
 
 
 @pytest.fixture(scope="module")
