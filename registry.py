@@ -31,6 +31,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Path = tuple[str, ...]
 
+COUNTED = ("parameters", "active_parameters", "flops")
+PROMISED = {  # methods that a kind's Config has: a recipe is counted before anything is built
+    "mixer": (*COUNTED, "cache_numbers"), "ffn": COUNTED, "mtp": COUNTED, "head": ("flops",), "norm": ("parameters",),
+    "wire": ("parameters",),
+}  # fmt: skip
+
 _ENTRIES: dict[str, dict[str, "Entry"]] = {}
 
 
@@ -86,12 +92,17 @@ def register(kind: str, name: str, *, example: Mapping[str, Any] | None = None) 
     """Class decorator: enter the class under `kind` and `name`.
 
     `example` is a tiny table (without `name`) from which the contract tests build the component.
-    Raises ValueError, naming both places, if the name is taken, and TypeError if there is no `Config` dataclass.
+    Raises ValueError, naming both places, if the name is taken, and TypeError if there is no `Config` dataclass or it
+    lacks a method that its kind has.
     """
 
     def enter(cls: type) -> type:
         if not dataclasses.is_dataclass(getattr(cls, "Config", None)):
             raise TypeError(f"{cls.__module__}.{cls.__qualname__} must hold a dataclass named Config to be registered")
+        missing = [f"{name}()" for name in PROMISED.get(kind, ()) if not callable(getattr(cls.Config, name, None))]
+        if missing:
+            where = f"{cls.__module__}.{cls.__qualname__}.Config"
+            raise TypeError(f"{where} lacks {', '.join(missing)}: the Config of every {kind} has {_promised(kind)}")
         place = f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
         taken = _ENTRIES.setdefault(kind, {}).get(name)
         if taken is not None:
@@ -100,6 +111,11 @@ def register(kind: str, name: str, *, example: Mapping[str, Any] | None = None) 
         return cls
 
     return enter
+
+
+def _promised(kind: str) -> str:
+    *first, last = (f"{name}()" for name in PROMISED[kind])
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def kinds() -> list[str]:

@@ -142,6 +142,19 @@ def test_a_class_without_a_config_cannot_be_registered(toys):
         register("toy", "bare")(type("Bare", (), {"__module__": __name__}))
 
 
+def test_a_class_whose_config_lacks_what_its_kind_is_counted_by_cannot_be_registered(toys):
+    class Config(Inner):
+        def parameters(self, dim): ...
+
+    for kind, said in (
+        ("ffn", r"lacks active_parameters\(\), flops\(\): .* every ffn has parameters\(\), .* and flops\(\)"),
+        ("head", r"lacks flops\(\): the Config of every head has flops\(\)"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            register(kind, "half")(type("Half", (), {"__module__": __name__, "Config": Config}))
+    assert not registry.names("ffn") and not registry.names("head")
+
+
 def test_describe_tells_type_default_and_comment_of_each_field_and_of_inherited_ones(toys):
     @register("toy", "derived")
     class Derived:
