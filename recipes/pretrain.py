@@ -42,7 +42,7 @@ from components.models.stacked_lm import StackedLM
 from components.optimizers.roles import JointOptimizer, build_optimizers
 from components.parallel.apply import OPTIMIZER, prepare_model
 from components.parallel.micro_batch import MicroBatch, capture
-from components.parallel.optional import UnavailableError, attempt
+from components.parallel.optional import UnavailableError, attempt, require_cuda
 from components.parallel.plan import Plan
 from components.parallel.process_group import Place, StepWatch, init, set_timeout, shutdown
 from recipes.banner import banner, farewell
@@ -172,6 +172,8 @@ def build(job: Job, place: Place, stop: StopRequest, data: MicroBatches | None =
     """Model, optimizer, data and checkpoints as the recipe says, at their initial values; `data` if it is given takes
     the place of the recipe's text."""
     set_numerics(job)
+    if job.cuda_graph.enable and job.cuda_graph.on_failure == "error":  # told before anybody waits for a model
+        attempt("cuda_graph", "error", require_cuda)
     training, tokenizer = job.training, job.tokenizer.build() if data is None else None
     prepared = prepare_model(
         job.model,

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from components.interfaces import Aux, Cache, Context
 from components.models.stacked_lm import StackedLM
+from components.parallel.optional import require_cuda
 from registry import unknown
 
 
@@ -118,8 +119,7 @@ def record(model: StackedLM, micro_batch: tuple[int, int]) -> None:
 
 def capture(functions: tuple[Callable, ...], samples: tuple[tuple[Tensor, ...], ...]) -> tuple[Callable, ...]:
     """Each function, recorded on its sample; they run in this order and their backwards in the opposite one."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device")
+    require_cuda()
     return torch.cuda.make_graphed_callables(functions, samples)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from components.data.batch import Batch
 from components.data.packing import cu_seqlens_length
 from components.models.stacked_lm import Output, StackedLM
+from components.parallel.optional import require_cuda
 
 T = TypeVar("T")
 WARM_UPS = 2  # runs before a recording: compilation, workspaces of libraries
@@ -61,8 +62,7 @@ class MicroBatch:
 def capture(functions: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
     """Each function, recorded; a call replays it into the same outputs. They share memory for what is no output, so no
     two may run at a time. Raises RuntimeError without a CUDA device."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device")
+    require_cuda()
     pool = torch.cuda.graph_pool_handle()
     return [_capture(function, pool) for function in functions]
 

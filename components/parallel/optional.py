@@ -7,9 +7,17 @@ the run with the reason; "plain" says so once and goes on without.
 import warnings
 from collections.abc import Callable
 
+import torch
+
 
 class UnavailableError(ValueError):
     """What a recipe insists on cannot be had here; the message says what and why."""
+
+
+def require_cuda() -> None:
+    """RuntimeError without a CUDA device: nothing can be recorded then."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device")
 
 
 def attempt(section: str, on_failure: str, turn_on: Callable[[], None]) -> bool:

@@ -170,13 +170,11 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit_also_with_loader_threads(
 def test_so_it_is_when_the_resumed_run_records_its_optimizer(folder: Path):
     flags = ("--cuda_graph.enable", "--cuda_graph.components", "optimizer")
     root = continued(own(folder, "plain"), own(folder, "recorded"), step=16)
-    with patch.object(pretrain, "capture", side_effect=capture) as recorder:
+    recorder = patch.object(pretrain, "capture", side_effect=capture)
+    with recorder as recorder, patch.object(pretrain, "require_cuda"):
         run = trained(root, "--metrics.no_enable_tensorboard", *flags)
     assert recorder.called
     assert_same_state(state(run), state(plain(folder)))
-    if not torch.cuda.is_available():
-        with pytest.raises(UnavailableError, match=r"\[cuda_graph\] cannot be switched on: there is no CUDA device"):
-            restored(root, *flags)
 
 
 def test_so_it_is_with_packed_documents(folder: Path):
@@ -185,6 +183,14 @@ def test_so_it_is_with_packed_documents(folder: Path):
     assert_same_state(state(trained(root, *DOCUMENTS)), expected)
     assert_same_lines(lines(root), lines(kept_folder))
     kept(expected, kept_folder / "state.pt")
+
+
+def test_a_run_that_insists_on_recording_is_refused_without_a_device_before_its_model_is_built(folder: Path):
+    without = patch.object(torch.cuda, "is_available", return_value=False)
+    refused = pytest.raises(UnavailableError, match=r"\[cuda_graph\] cannot be switched on: there is no CUDA device")
+    with without, patch.object(pretrain, "prepare_model") as built, refused:
+        restored(own(folder, "refused"), "--cuda_graph.enable", "--cuda_graph.components", "optimizer")
+    assert not built.called
 
 
 def test_a_run_goes_on_where_another_number_of_ranks_left_it(folder: Path):
