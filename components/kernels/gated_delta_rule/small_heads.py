@@ -67,10 +67,10 @@ def _load_scalings(scales, chunk, oc, C: tl.constexpr):
 
 
 @triton.jit
-def _load_norms(scales, chunk, oc, C: tl.constexpr):
-    """G, 1/|k| and scale/|q|."""
+def _load_decays(scales, chunk, oc, C: tl.constexpr):
+    """D with the keys' norms (above the diagonal perhaps infinite, and never used), 1/|k| and scale/|q|."""
     G, rk, rq, _ = _load_four(scales + chunk * (8 * C) + 4 * C, oc)
-    return G, rk, rq
+    return tl.exp2(G[:, None] - G[None, :]) * rk[None, :], rk, rq
 
 
 @triton.jit
@@ -236,6 +236,12 @@ def _state_before(
     return S
 
 
+@triton.jit
+def _store_state(base, state, S_VK, ov, ok, K: tl.constexpr, V: tl.constexpr):
+    """S as the outside's state number `state`."""
+    tl.store(state_pointers(base, state, ov, ok, K, V), S_VK, mask=(ov < V)[:, None] & (ok < K)[None, :])
+
+
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def outputs(
@@ -273,8 +279,7 @@ def outputs(
         o_CV = tl.trans(o_VC.to(o.dtype.element_ty))
         tl.store(tile(o, t - start, H * V, oc, ov), o_CV, mask=here & (ov < V)[None, :])
     if FINAL and stop == end:
-        inside = (ov < V)[:, None] & (ok < K)[None, :]
-        tl.store(state_pointers(final, document * H + h, ov, ok, K, V), S, mask=inside)
+        _store_state(final, document * H + h, S, ov, ok, K, V)
 
 
 @Kernel
@@ -391,13 +396,14 @@ def chunk_states(
 
 
 @triton.jit
-def _inner_products(x, y, CT: tl.constexpr, PRECISION: tl.constexpr):
-    """A matrix (16 by 16) whose trace is the sum over all elements of x o y: tensor cores multiply faster."""
+def _inner_product(x, y, CT: tl.constexpr, PRECISION: tl.constexpr):
+    """The sum over all elements of x o y, as the trace of a product (16 by 16): tensor cores multiply faster."""
     BV: tl.constexpr = x.shape[0]
     BK: tl.constexpr = x.shape[1]
     x = tl.reshape(tl.permute(tl.reshape(x, (BV // 16, 16, BK)), (1, 0, 2)), (16, BV // 16 * BK))
     y = tl.reshape(tl.permute(tl.reshape(y, (BV // 16, 16, BK)), (1, 0, 2)), (16, BV // 16 * BK))
-    return dot(x, transposed(y.to(CT)), CT, PRECISION)
+    products, o = dot(x, transposed(y.to(CT)), CT, PRECISION), tl.arange(0, 16)
+    return tl.sum(tl.where(o[:, None] == o[None, :], products, 0.0))
 
 
 @triton.jit
@@ -462,17 +468,23 @@ def _value_gradients(
     return dX.to(CT), (dX * -before[:, None]).to(CT)
 
 
+@triton.jit
+def _offsets(start, h, q_stride, k_stride, H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Where a segment of a head begins in q, in k, and in tensors of H heads of K and of V."""
+    first = start.to(tl.int64)
+    at_q, at_k = first * q_stride + h // GROUP * K, first * k_stride + h // GROUP * K
+    return at_q, at_k, first * H * K + h * K, first * H * V + h * V
+
+
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def gradients(
-    q, k, q_again, k_again, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta, dinitial,
-    cu, slots, T, scale, q_stride, k_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    CT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, k, q_again, k_again, do, TP, scales, SU, R, dfinal, dq, dk, dv, dG, beta2_dbeta, dinitial, cu, slots, T, scale,
+    q_stride, k_stride, H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
+    FINAL: tl.constexpr, CT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one segment, and of every token dG (the last of a chunk with what all take) and beta^2 dbeta.
-
     dq and dk are per value head (summed over groups outside). The order of products is one that fits the registers.
     q and k come twice, for as a part of one product they lie in other lanes than in another."""
     pid = _last_first()
@@ -480,12 +492,10 @@ def gradients(
     start, stop, document, begin, end = segment_bounds(slot, cu, slots, T, L, PACKED)
     if start >= stop and start != begin:
         return
-    oc, ok, ov, o16 = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, 16)
+    oc, ok, ov = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     row, column = oc[:, None], oc[None, :]
     inside_K, inside_V = (ok < K)[None, :], (ov < V)[None, :]
-    first = start.to(tl.int64)
-    at_q, at_k = first * q_stride + h // GROUP * K, first * k_stride + h // GROUP * K
-    at_K, at_V = first * H * K + h * K, first * H * V + h * V
+    at_q, at_k, at_K, at_V = _offsets(start, h, q_stride, k_stride, H, GROUP, K, V)
     q, k, q_again, k_again = q + at_q, k + at_k, q_again + at_q, k_again + at_k
     do, dq, dk, dv = do + at_V, dq + at_K, dk + at_K, dv + at_V
     dS = _gradient_after(R, dfinal, start, stop, end, document, h, ov, ok, H, L, K, V, FINAL)
@@ -496,14 +506,12 @@ def gradients(
         t = start + (n - 1 - i) * C
         chunk = (t // C + document).to(tl.int64) * H + h
         here = (t + oc < stop)[:, None]
-        next_gamma = _load_gamma(scales, chunk - H, C, i + 1 < n)
-        dSc = dS.to(CT)
+        next_gamma, dSc = _load_gamma(scales, chunk - H, C, i + 1 < n), dS.to(CT)
         do_CV = tl.load(tile(do, t - start, H * V, oc, ov), mask=here & inside_V, other=0.0)
         S_VK = tl.load(SU + chunk * (BV * (BK + C)) + ov[:, None] * BK + ok[None, :])
         before, query, after = _load_scalings(scales, chunk, oc, C)
         before_do_CV = (dot(eye, do_CV, CT, PRECISION) * query[:, None]).to(CT)
-        G, rk, rq = _load_norms(scales, chunk, oc, C)
-        D = tl.exp2(G[:, None] - G[None, :]) * rk[None, :]  # above the diagonal perhaps infinite, and never used
+        D, rk, rq = _load_decays(scales, chunk, oc, C)
         U_CV = tl.load(SU + chunk * (BV * (BK + C)) + BV * BK + oc[:, None] * BV + ov[None, :])
         U_VC = tl.trans(U_CV)
         k_CK = tl.load(tile(k, t - start, k_stride, oc, ok), mask=here & inside_K, other=0.0)
@@ -512,11 +520,9 @@ def gradients(
             do_CV, before_do_CV, S_VK, U_VC, q_CK, k_CK, D, rq, per_scale2, eye, row, column, CT, PRECISION
         )
         tl.store(tile(dq, t - start, H * K, oc, ok), dq_CK.to(dq.dtype.element_ty), mask=here & inside_K)
-
         matrices = TP + chunk * (2 * C * C) + row * C + column
         dX_CV, before_dX_CV = _value_gradients(k_CK, do_CV, dSc, matrices, before, after, C, CT, PRECISION)
         tl.store(tile(dv, t - start, H * V, oc, ov), dX_CV, mask=here & inside_V)
-
         k_again_CK = tl.load(tile(k_again, t - start, k_stride, oc, ok), mask=here & inside_K, other=0.0)
         q_again_CK = tl.load(tile(q_again, t - start, q_stride, oc, ok), mask=here & inside_K, other=0.0)
         dk_CK, k_dG, u, U_dX = _key_gradients(
@@ -524,16 +530,14 @@ def gradients(
             CT, PRECISION,
         )  # fmt: skip
         tl.store(tile(dk, t - start, H * K, oc, ok), dk_CK.to(dk.dtype.element_ty), mask=here & inside_K)
-        S_dS = tl.where(o16[:, None] == o16[None, :], _inner_products(S_VK, dSc, CT, PRECISION), 0.0)
-        whole = gamma * tl.sum(S_dS) + tl.sum(u, 0)
+        whole = gamma * _inner_product(S_VK, dSc, CT, PRECISION) + tl.sum(u, 0)
         tl.store(dG + chunk * C + oc, q_dq + k_dG + tl.where(oc == C - 1, whole, 0.0))
         tl.store(beta2_dbeta + chunk * C + oc, U_dX)
         dS = gamma * dS + dot(tl.trans(before_do_CV), q_again_CK, CT, PRECISION)
         dS += dot(tl.trans(before_dX_CV), k_again_CK, CT, PRECISION)
         gamma = next_gamma
     if INITIAL and start == begin:
-        inside = (ov < V)[:, None] & (ok < K)[None, :]
-        tl.store(state_pointers(dinitial, document * H + h, ov, ok, K, V), dS, mask=inside)
+        _store_state(dinitial, document * H + h, dS, ov, ok, K, V)
 
 
 @Kernel
