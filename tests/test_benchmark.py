@@ -67,3 +67,11 @@ def test_wall_times_are_medians_of_turns_and_a_kernel_that_was_not_timed_has_non
     assert [r.both_wall for r in found[:2]] == [2.0, 6.0]
     assert math.isnan(found[2].both_wall)
     assert asked == ["ours", "fla"] * kernels.TURNS
+
+
+def test_a_shape_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(SystemExit) as ended:
+        kernels.kernels(shapes=("hymo", "hymoo"))
+    assert str(ended.value).startswith('no shape named "hymoo". Did you mean "hymo"? Known: hymo, k128_v256')
+    for name in kernels.SHAPES:
+        assert name in kernels.kernels.__doc__

@@ -25,6 +25,7 @@ from components.kernels.gated_delta_rule.reference import log_decay
 from components.kernels.short_conv import short_conv
 from components.kernels.short_conv.reference import short_conv_reference
 from recipes.benchmark.timing import count_launches, device, extra_memory, gpu_time, measure_ceilings, wall_time
+from registry import unknown
 
 OUT_LIMIT, GRADIENT_LIMIT = 5e-3, 1.5e-2  # relative L2 error against float64
 PEER_SLACK = 2  # a peer is timed, and its verdict printed, up to twice that error
@@ -101,15 +102,15 @@ def kernels(
     """Kernels against float64, then against the clock. Exits with an error if one of ours is wrong.
 
     Args:
-        shapes: names from the table SHAPES at the head of this file
+        shapes: of hymo, k64_v128, k64_v128_h24, k128_v256 and k128_v256_h24 (key and value width, heads)
         json_file: also write every figure there
         seconds: of timed calls a figure
     """
+    for name in shapes:
+        if name not in SHAPES:
+            sys.exit(unknown("shape", name, SHAPES))
     if not torch.cuda.is_available():
         sys.exit("recipes.benchmark kernels needs a CUDA device; the CPU forms are covered by tests/kernels")
-    unknown = set(shapes) - set(SHAPES)
-    if unknown:
-        sys.exit(f"no shape named {', '.join(sorted(unknown))}. Known: {', '.join(SHAPES)}")
     ceilings = measure_ceilings()
     providers = {"gated_delta_rule": rule_providers(), "short_conv": conv_providers()}
     results = []
